@@ -301,7 +301,7 @@ OPTIONS: tuple[Field[Any], ...] = tuple(option for option in fields(AdaptraConfi
 
 
 @dataclass(frozen=True)
-class Rule:
+class FlagRule:
     """Settings that contradict another, or would have no effect beside it."""
 
     settings: tuple[str, ...]
@@ -319,89 +319,89 @@ def _measures(config: AdaptraConfig) -> bool:
 _ORDER = "shapes the order of actions, but --adaptra-policy {policy} keeps stock's; use --adaptra-policy adapt"
 _FIXED = "beside --adaptra-plan-csv or --adaptra-costs nothing is measured for plans; drop one of the two"
 RULES = (
-    Rule(("plan_csv", "costs_json", "max_in_flight"), lambda config: config.policy == "adapt", _ORDER),
-    Rule(("reroute",), lambda config: config.policy == "adapt", _ORDER),
-    Rule(("reroute",), _measures, f"is decided by measured speeds, but {_FIXED}"),
-    Rule(
+    FlagRule(("plan_csv", "costs_json", "max_in_flight"), lambda config: config.policy == "adapt", _ORDER),
+    FlagRule(("reroute",), lambda config: config.policy == "adapt", _ORDER),
+    FlagRule(("reroute",), _measures, f"is decided by measured speeds, but {_FIXED}"),
+    FlagRule(
         ("reroute",),
         lambda config: config.host_transport != "off",
         "opens links between replicas while the job runs, by the host path, but --adaptra-host-transport is off; use "
         "--adaptra-host-transport auto",
     ),
-    Rule(
+    FlagRule(
         ("gradient_sync",),
         lambda config: not config.is_fault_tolerant,
         "sums up over groups that do not survive rank failures, but --adaptra-reroute {reroute} is for jobs that do; "
         "drop one of the two",
     ),
-    Rule(
+    FlagRule(
         ("gradient_sync",),
         lambda config: not config.staggered_optimizer,
         "has not been tried with steps that are taken back, as --adaptra-staggered-optimizer may; drop one of the two",
     ),
-    Rule(
+    FlagRule(
         ("sync_mode",),
         lambda config: config.reroute == "off",
         "lets replicas go on without each other, but --adaptra-reroute {reroute} spreads one iteration's micro-batches "
         "over all of them; drop one of the two",
     ),
-    Rule(
+    FlagRule(
         ("sync_mode",),
         lambda config: config.gradient_sync == "stock",
         "says whose gradients are summed up, but --adaptra-gradient-sync {gradient_sync} sums up those of all "
         "replicas; drop one of the two",
     ),
-    Rule(
+    FlagRule(
         ("sync_mode",),
         lambda config: not config.staggered_optimizer,
         "has not been tried with steps that are taken back, as --adaptra-staggered-optimizer may; drop one of the two",
     ),
-    Rule(
+    FlagRule(
         ("staggered_optimizer",),
         lambda config: config.policy == "adapt",
         "gains nothing in stock's order, which --adaptra-policy {policy} keeps; use --adaptra-policy adapt",
     ),
-    Rule(
+    FlagRule(
         ("reroute",),
         lambda config: not config.staggered_optimizer,
         "has not been tried with steps that are taken back, and where training survives rank failures all agree on "
         "each iteration's end, which --adaptra-staggered-optimizer would not wait for; drop one of the two",
     ),
-    Rule(("dispatch",), lambda config: config.policy == "adapt", _ORDER, values=("online",)),
-    Rule(
+    FlagRule(("dispatch",), lambda config: config.policy == "adapt", _ORDER, values=("online",)),
+    FlagRule(
         tuple(option.name for option in OPTIONS if option.name != "policy"),
         lambda config: config.policy != "off",
         "changes nothing beside --adaptra-policy off; use observe or adapt, or leave it out",
     ),
-    Rule(
+    FlagRule(
         ("plan_csv",),
         lambda config: config.costs_json is None,
         "and --adaptra-costs exclude each other: a fixed plan needs no costs",
     ),
-    Rule(("memory_fraction",), _measures, f"is for plans within measured memory, but {_FIXED}"),
-    Rule(
+    FlagRule(("memory_fraction",), _measures, f"is for plans within measured memory, but {_FIXED}"),
+    FlagRule(
         ("host_policy",),
         lambda config: config.watches_stragglers,
         "follows the straggler monitor, which needs replicas that wait for all others: not with "
         "--adaptra-straggler-monitor off, another --adaptra-sync-mode than ssgd, or --adaptra-reroute failures or all",
     ),
-    Rule(
+    FlagRule(
         ("max_staleness",),
         lambda config: config.sync_mode != "ssgd",
         "bounds how late gradients may be, but with --adaptra-sync-mode ssgd none is; drop it, or choose another mode",
     ),
-    Rule(("trace",), lambda config: config.trace_dir is not None, "needs a place: give --adaptra-trace-dir too"),
-    Rule(
+    FlagRule(("trace",), lambda config: config.trace_dir is not None, "needs a place: give --adaptra-trace-dir too"),
+    FlagRule(
         ("prometheus_address",),
         lambda config: config.prometheus_port is not None,
         "is where figures are served; give --adaptra-prometheus-port too",
     ),
-    Rule(
+    FlagRule(
         ("rnics",),
         lambda config: config.host_transport in ("auto", "verbs"),
         "are RDMA devices, but --adaptra-host-transport {host_transport} uses none; use verbs or auto",
     ),
-    Rule(
+    FlagRule(
         ("path",),
         lambda config: config.host_transport != "off",
         "needs a host path, but --adaptra-host-transport is off; use --adaptra-host-transport auto",

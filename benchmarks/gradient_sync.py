@@ -19,13 +19,13 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import Wire, hidden_s, ring_s, stock_s, stragglar_s
+from adaptra_megatron.gradsync.all_reduce.algorithms import AllReduceWire, hidden_s, ring_s, stock_s, stragglar_s
 from adaptra_megatron.gradsync.replica_lateness import PERSISTENT
 from adaptra_megatron.tools.local_ranks.launch_ranks import run_ranks
 
 NBYTES = 4 * 8 * 7 * 60
 """Divisible into the chunks of all algorithms."""
-WIRE = Wire(latency_s=0.006, byte_s=1.2 / NBYTES)
+WIRE = AllReduceWire(latency_s=0.006, byte_s=1.2 / NBYTES)
 RANKS, REPEATS = (4, 8), 3
 DELAYS = (0.0, 0.5, 1.0, 2.0)
 """How late the straggler is, in times that a ring takes."""
@@ -90,7 +90,7 @@ def table() -> str:
 MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
 MODEL_NBYTES = 38336
 """Size of its gradients: one bucket, as without --overlap-grad-reduce."""
-TRAINING_WIRE = Wire(latency_s=0.0003, byte_s=3.0 / MODEL_NBYTES)
+TRAINING_WIRE = AllReduceWire(latency_s=0.0003, byte_s=3.0 / MODEL_NBYTES)
 REPLICAS = 8
 SYNC_S = stock_s(REPLICAS, MODEL_NBYTES, TRAINING_WIRE)
 COMPUTE_S = 0.1 * SYNC_S

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.gradsync import peer_messages as peers
-from adaptra_megatron.gradsync.all_reduce.algorithms import Wire, chain_chunks, stock_s
+from adaptra_megatron.gradsync.all_reduce.algorithms import AllReduceWire, chain_chunks, stock_s
 from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden, ring
 from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
 from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
@@ -36,7 +36,7 @@ class EmulatedWire:
     A library's all-reduce takes what the model has for the best one, from when all are there.
     """
 
-    def __init__(self, backend: Any, wire: Wire) -> None:
+    def __init__(self, backend: Any, wire: AllReduceWire) -> None:
         """`backend`: torch's ProcessGroupGloo."""
         self._backend, self._wire = backend, wire
         self._link = ThreadPoolExecutor(1)
@@ -77,7 +77,7 @@ class SentCount(NamedTuple):
         self.future.result(limit.total_seconds())
 
 
-def plan(algorithm: str, ranks: int, nbytes: int, wire: Wire) -> AllReduce:
+def plan(algorithm: str, ranks: int, nbytes: int, wire: AllReduceWire) -> AllReduce:
     """The rounds of an algorithm."""
     if algorithm == "hidden":
         return hidden(ranks, chain_chunks(ranks, nbytes, wire))
@@ -90,7 +90,7 @@ def all_reduces(cases: Path, output: Path) -> None:
     torch.set_num_threads(1)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     given = json.loads(cases.read_text())
-    wire, straggler = Wire(*given["wire"]), ranks - 1
+    wire, straggler = AllReduceWire(*given["wire"]), ranks - 1
     control = ControlStore.of_job("benchmark")
     group = peers.Peers.meet(control, "wire", range(ranks), rank, TIMEOUT_S, torch.device("cpu"))
     group._backend = EmulatedWire(group._backend, wire)
@@ -120,7 +120,7 @@ def train(given: Path, output: Path, argv: Sequence[str]) -> None:
     from testing.training.training_arguments import parse_arguments
 
     torch.set_num_threads(1)
-    nbytes, wire = (lambda found: (found["nbytes"], Wire(*found["wire"])))(json.loads(given.read_text()))
+    nbytes, wire = (lambda found: (found["nbytes"], AllReduceWire(*found["wire"])))(json.loads(given.read_text()))
     all_reduce, group_of = dist.all_reduce, peers.epoch_group
 
     def delayed(tensor: torch.Tensor, *values: Any, **keywords: Any) -> Any:

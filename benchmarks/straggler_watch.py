@@ -28,7 +28,7 @@ from adaptra_megatron.control.detector.straggler_arrivals import Row
 from adaptra_megatron.control.detector.straggler_causes import HostFigures
 from adaptra_megatron.control.rounds import address_of, framed
 from adaptra_megatron.control.stragglers import straggler_watch as watches
-from adaptra_megatron.control.stragglers.straggler_reports import ADDRESS_KEY, PLACE, CellReport, Pace
+from adaptra_megatron.control.stragglers.straggler_reports import ADDRESS_KEY, PLACE, CellReport, ReportPace
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
@@ -116,7 +116,7 @@ def rows(cells: int, looks: int, least_s: float, per_cell_s: float) -> Iterator[
     for late, named in ((0.0, "none"), (LATE, "one cell")):
         found = [job.look(number, late) for number in range(looks)][looks // 3 :]
         rank_s, judge_s = (statistics.median(each) for each in zip(*found, strict=True))
-        pause_s = Pace(first_s=LOOK_S, most_s=job.pace_s).pause_s(job.pace_s, ITERATION_S * (1 + late), ())
+        pause_s = ReportPace(first_s=LOOK_S, most_s=job.pace_s).pause_s(job.pace_s, ITERATION_S * (1 + late), ())
         iterations = pause_s / ITERATION_S
         yield (
             *(f"{cells:,}", named, f"{pause_s:.0f} s", f"{1e3 * rank_s:.2f} ms"),

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from adaptra_megatron.gradsync.sync_modes.mode_decider import updates_of
-from adaptra_megatron.gradsync.sync_modes.modes import Kind, Mode, choose
+from adaptra_megatron.gradsync.sync_modes.modes import Mode, ModeKind, choose
 from adaptra_megatron.gradsync.sync_modes.updates import Update
 from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS, run_ranks
 from testing.jobs.fork_server import ForkServer
@@ -61,7 +61,7 @@ def iterations_of(mode: str, straggler: str, iterations: int) -> int:
     """Updates of a mode with as many gradients as synchronous training has in so many, by the model."""
     if mode == "ssgd" or straggler == "none":
         return iterations
-    kinds = {"x-order": (Kind.X_ORDER,), "dynamic": (Kind.DYNAMIC,), "auto": tuple(Kind)}[mode]
+    kinds = {"x-order": (ModeKind.X_ORDER,), "dynamic": (ModeKind.DYNAMIC,), "auto": tuple(ModeKind)}[mode]
     times_s = [1.0] * REPLICAS
     times_s[STRAGGLER] = 1.03 * SLOWDOWN  # as it never comes at the same time as the others
     return round(iterations * REPLICAS / choose(times_s, kinds, STALENESS).pace.gradients)

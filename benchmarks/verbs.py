@@ -34,8 +34,8 @@ from typing import Any
 import numpy
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring, RingClosedError
-from adaptra_megatron.transport.delegate.delegate_control import Open, Start
-from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
+from adaptra_megatron.transport.delegate.delegate_control import OpenLink, StartDelegate
+from adaptra_megatron.transport.delegate.supervisor import SupervisedLink, Supervisor
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.wires.verbs.verbs_wire import SLOT_NBYTES
@@ -58,7 +58,7 @@ class LinkEnd:
     finished = False
 
     def __init__(self, stage: int, device: str, listener: socket.socket, address: tuple[str, int]) -> None:
-        start = Start(
+        start = StartDelegate(
             rank=stage,
             job=JOB,
             secret=SECRET,
@@ -68,7 +68,7 @@ class LinkEnd:
             max_message_nbytes=1 << 30,
             rnics=[device],
         )
-        request = Open(
+        request = OpenLink(
             peer=1 - stage,
             session=0,
             transport="verbs",
@@ -81,7 +81,7 @@ class LinkEnd:
         self._rings: tuple[Ring, Ring] | None = None
         self._cause = "it has not come up yet"
         self._inbox = Inbox(max_message_nbytes=1 << 30, pooled_nbytes=4 * SIZES_MIB[-1] * MEBIBYTE)
-        link = Link(self, request, SLOTS, SLOT_NBYTES)
+        link = SupervisedLink(self, request, SLOTS, SLOT_NBYTES)
         self.supervisor = Supervisor(start, [listener], [link], patience_s=PATIENCE_S)
 
     def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point one way, from room to room and from module to module; a file name is used once; Megatron is imported in
-few places."""
+"""Imports point one way, from room to room and from module to module; a file name and a public class name are used
+once; Megatron is imported in few places."""
 
 from __future__ import annotations
 
@@ -111,6 +111,15 @@ def test_a_file_name_is_used_once() -> None:
     assert twice == set()
 
 
+def test_a_public_class_name_is_used_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if room(name) is not None and isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: places for name, places in homes.items() if len(places) > 1}
+
+
 def test_megatron_is_imported_where_it_may_be() -> None:
     importers = {name for name, others in IMPORTS.items() if any(other.split(".")[0] == "megatron" for other in others)}
     assert any(name.startswith(f"{PACKAGE}.megatron.") for name in importers)
@@ -132,3 +141,31 @@ def test_threads_that_ask_something_of_a_device_spoil_no_capture() -> None:
     assert sum("DeviceThread(" in text for text in ours.values()) > 8
     plain = {name for name, text in ours.items() if "threading.Thread(" in text and "torch.cuda" in text}
     assert plain == {f"{PACKAGE}.transport.gpu.cuda_device"} & plain
+
+
+def _is_sentence(node: ast.expr) -> bool:
+    """Whether an expression is the text of an exception, or a field that holds one for people."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and node.args:
+        return isinstance(node.args[0], ast.Name) and node.args[0].id in ("error", "cause", "silence", "why")
+    return isinstance(node, ast.Attribute) and node.attr in ("reason", "cause", "detail", "remedy")
+
+
+def _reads(node: ast.AST) -> Iterator[ast.expr]:
+    """The texts that an expression looks for something in; to take words apart, or the first line, is no reading."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        yield from node.comparators
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        asked = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        if node.func.attr in ("startswith", "endswith", "split", "partition", "removeprefix") and asked not in (
+            [],
+            ["\n"],
+        ):
+            yield node.func.value
+        elif node.func.attr in ("search", "match", "fullmatch", "findall", "sub"):
+            yield from node.args
+
+
+def test_no_code_reads_a_sentence_back() -> None:
+    """But for those of other libraries, in one module: what code needs to know is a field or a type."""
+    readers = {name for name, tree in TREES.items() for node in ast.walk(tree) if any(map(_is_sentence, _reads(node)))}
+    assert readers == {f"{PACKAGE}.common.foreign_errors"}

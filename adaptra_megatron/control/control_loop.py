@@ -18,7 +18,7 @@ from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.control.decision_reader import DELAY, DecisionReader, DecisionWriter
 from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.leading import DecisionPublisher, Planner
+from adaptra_megatron.control.leading import DecidingPlanner, DecisionPublisher
 from adaptra_megatron.control.measurements import StageMeasurement
 
 
@@ -56,7 +56,7 @@ class PlanExchange:
         self,
         control: ControlStore,
         layout: JobLayout,
-        planner: Planner | None,
+        planner: DecidingPlanner | None,
         timeout_s: float,
         *,
         fixed_order: bool = False,

@@ -68,7 +68,7 @@ class Context:
         self.reasons += reasons
 
 
-class Telemetry(Protocol):
+class DecisionTelemetry(Protocol):
     """What deciders need of RunTelemetry."""
 
     def log(self, event: Event) -> None:

@@ -100,7 +100,7 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Routing(Section):
+class RoutingSection(Section):
     """Other routes of micro-batches between replicas."""
 
     number: int
@@ -156,7 +156,7 @@ class Decision:
     order: Order | None = None
     forecast: Forecast | None = None
     paths: Paths | None = None
-    routing: Routing | None = None
+    routing: RoutingSection | None = None
     told: TelemetrySection | None = None
 
     def kept(self) -> Decision:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.reasons import reason_fields
-from adaptra_megatron.control.deciders import Context, Decider, Telemetry
+from adaptra_megatron.control.deciders import Context, Decider, DecisionTelemetry
 from adaptra_megatron.control.decisions import Decision, Forecast, Order, PackedFigures, Paths, TelemetrySection
 from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.detector.link_findings import Estimates, Finding
@@ -147,7 +147,7 @@ def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMea
 class OrderDecider:
     """Plans for the costs that the deciders before it have left; comes after all that change them."""
 
-    def __init__(self, book: PlanState, telemetry: Telemetry, running: Order | None = None) -> None:
+    def __init__(self, book: PlanState, telemetry: DecisionTelemetry, running: Order | None = None) -> None:
         """`book`: read for what runs before the first plan. `running`: what was decided before; None: nothing."""
         self._book, self._telemetry = book, telemetry
         self._replanner = Replanner(book.layout)
@@ -206,7 +206,7 @@ class DecisionEngine:
     def __init__(
         self,
         book: PlanState,
-        telemetry: Telemetry,
+        telemetry: DecisionTelemetry,
         paths: PathPolicy | None = None,
         running: Decision | None = None,
         routes: RoutePolicy | None = None,

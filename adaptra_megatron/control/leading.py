@@ -17,7 +17,7 @@ from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.control.decision_reader import DELAY, LOOK_UP_S, DecisionWriter, decision_key, order_key
-from adaptra_megatron.control.decisions import Decision, Routing
+from adaptra_megatron.control.decisions import Decision, RoutingSection
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.planner_process.planner_keeper import NoDecisionError
 from adaptra_megatron.control.rounds import PLANNER_KEY, Address
@@ -29,7 +29,7 @@ FORGOTTEN_AT_ONCE = 8
 """Decisions that are taken out of the store together: a request after a pause costs several in a row."""
 
 
-class Planner(Protocol):
+class DecidingPlanner(Protocol):
     """Decides by what ranks report to it."""
 
     @property
@@ -57,7 +57,9 @@ class DecisionPublisher:
     to: ranks that follow get decisions over their connections, and one with routes once their orders are in the store.
     """
 
-    def __init__(self, layout: JobLayout, planner: Planner, control: ControlStore, place: str, first: int = 0) -> None:
+    def __init__(
+        self, layout: JobLayout, planner: DecidingPlanner, control: ControlStore, place: str, first: int = 0
+    ) -> None:
         """`place`: of the exchange in the job's store. `first`: the first iteration that is measured."""
         self._layout, self._planner, self._writing = layout, planner, control.client(place)
         self._closed = threading.Event()
@@ -127,7 +129,7 @@ class DecisionPublisher:
                     self._storing.put(functools.partial(self._writing.set, decision_key(iteration), packet))
                     self._planner.pass_on(iteration, packet)
 
-    def _put_routed(self, iteration: int, routing: Routing, packet: bytes) -> None:
+    def _put_routed(self, iteration: int, routing: RoutingSection, packet: bytes) -> None:
         """Those who get the decision look for their orders in the store."""
         self._publish_orders(routing)
         self._writing.set(decision_key(iteration), packet)
@@ -142,7 +144,7 @@ class DecisionPublisher:
                 self._lost = error
                 say_lost(self._layout.rank, error)
 
-    def _publish_orders(self, routing: Routing) -> None:
+    def _publish_orders(self, routing: RoutingSection) -> None:
         """Those of DELAY decisions before have been read: ranks run what is decided."""
         orders = {order_key(routing.number, cell): order for cell, order in routing.orders.items()}
         for key, order in orders.items():

@@ -64,7 +64,7 @@ class ActionColumns(NamedTuple):
         return cls("".join(kinds), *columns)
 
 
-class MessageColumns(NamedTuple):
+class MeasuredColumns(NamedTuple):
     """Messages at one of their ends as they travel: the columns of MESSAGE, in its order and types."""
 
     peers: bytes = b""
@@ -77,7 +77,7 @@ class MessageColumns(NamedTuple):
     done_s: bytes = b""
 
     @classmethod
-    def of(cls, times: Sequence[MessageTimes], start_s: float) -> MessageColumns:
+    def of(cls, times: Sequence[MessageTimes], start_s: float) -> MeasuredColumns:
         """Those of messages with these `times`; `start_s`: when the rank's iteration started, by the same clock."""
         if not times:
             return cls()
@@ -131,8 +131,8 @@ class StageMeasurement:
     """Number in traces and keys of messages: evaluations are counted."""
     micro_batches: int
     actions: ActionColumns = ActionColumns()
-    sends: MessageColumns = MessageColumns()
-    receives: MessageColumns = MessageColumns()
+    sends: MeasuredColumns = MeasuredColumns()
+    receives: MeasuredColumns = MeasuredColumns()
     begun_s: float = 0.0
     """Start of the first action, or of an iteration without any, by the rank's own clock."""
     memory: StageMemory | None = None
@@ -251,8 +251,8 @@ def stage_measurement(
         iteration=iteration,
         micro_batches=micro_batches,
         actions=ActionColumns.of(records),
-        sends=MessageColumns.of(sent, begun_s),
-        receives=MessageColumns.of(received, begun_s),
+        sends=MeasuredColumns.of(sent, begun_s),
+        receives=MeasuredColumns.of(received, begun_s),
         begun_s=begun_s,
         memory=memory,
         clock_offset_s=clock_offset_s,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.reasons import Reason, joined, reason_fields, reason_text
-from adaptra_megatron.control.deciders import Context, Telemetry
+from adaptra_megatron.control.deciders import Context, DecisionTelemetry
 from adaptra_megatron.control.decisions import LinkName, Paths
 from adaptra_megatron.control.detector.link_findings import Estimates, LinkEstimate, State
 from adaptra_megatron.control.detector.samples import IterationSample, LinkId
@@ -181,7 +181,7 @@ class PathPolicy:
 class PathDecider:
     """Follows all links of the job. Comes before the order is decided on, which is planned for the paths to come."""
 
-    def __init__(self, policy: PathPolicy, telemetry: Telemetry, running: Paths | None = None) -> None:
+    def __init__(self, policy: PathPolicy, telemetry: DecisionTelemetry, running: Paths | None = None) -> None:
         """`running`: what was decided before; None: nothing."""
         self._policy, self._telemetry = policy, telemetry
         diverted = () if running is None else running.diverted

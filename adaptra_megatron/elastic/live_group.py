@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Handles of operations of process groups that survive failures of their members.
 
 
-class Done(Work):
+class CompletedWork(Work):
     """A handle of an operation that has been carried out."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -394,7 +394,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
                     output.copy_(found[self.members.index(stand_in)].view_as(output))
                 elif self.holders is not None:
                     self._groups.wait_for(native.broadcast([output], self._from_holder(place)))
-            return Done()
+            return CompletedWork()
 
         return launch
 

@@ -43,7 +43,7 @@ from adaptra_megatron.elastic.failure_errors import (
 from adaptra_megatron.elastic.fence import FENCE_S, Fence, FencedGroup, GlooSockets, connected_group
 from adaptra_megatron.elastic.generation import FIRST, Generation
 from adaptra_megatron.elastic.kept_results import KeptResults
-from adaptra_megatron.elastic.live_group import CallbackWork, Done, FaultTolerantGroup, Launch, Pending
+from adaptra_megatron.elastic.live_group import CallbackWork, CompletedWork, FaultTolerantGroup, Launch, Pending
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 # Places of ranks that had left, which processes that the launcher has started again take.
@@ -330,7 +330,7 @@ class FaultTolerantGroups:
         if renewed:
             while not self.stale and not self._done(begin):
                 pass
-            return Done()
+            return CompletedWork()
         name = self._key(group)
         while not self.kept.known(name, outputs):
             if group is self._groups[0]:
@@ -339,7 +339,7 @@ class FaultTolerantGroups:
             if self._done(begin):
                 break
         self.kept.keep(name, outputs)
-        return Done()
+        return CompletedWork()
 
     def gather_missed(self) -> None:
         """Gather parameters again where a rank may have died while that was done."""

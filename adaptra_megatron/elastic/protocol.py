@@ -93,7 +93,7 @@ class Arrive:
 
 
 @dataclass(frozen=True)
-class Fence:
+class AwaitFence:
     """Close connections, and wait until no operation of an earlier generation can write. Answer: Done."""
 
 
@@ -194,7 +194,7 @@ class Found:
     value: Any
 
 
-Request = Attempt | Arrive | Fence | AwaitChange | LookUp | Put | PutOnce | Await | AwaitAll | HandOver
+Request = Attempt | Arrive | AwaitFence | AwaitChange | LookUp | Put | PutOnce | Await | AwaitAll | HandOver
 Answer = Done | Interrupted | Unsound | Arrived | Changed | Found
 
 
@@ -336,7 +336,7 @@ class Rank:
             case Phase.AWAITING_FATE:
                 return Await(None, f"fate/{self.attempt}")
             case Phase.FENCING:
-                return Fence()
+                return AwaitFence()
             case Phase.CHANGING:
                 return AwaitChange((self.next or self.generation).live)
             case Phase.HANDING_IN:

@@ -54,9 +54,9 @@ from adaptra_megatron.elastic.protocol import (
     Await,
     AwaitAll,
     AwaitChange,
+    AwaitFence,
     Changed,
     Done,
-    Fence,
     HandedIn,
     HandOver,
     Interrupted,
@@ -252,7 +252,7 @@ class RecoveryManager:
         match request:
             case Attempt():
                 return self._attempt()
-            case Fence():
+            case AwaitFence():
                 self._begun_s = time.monotonic()
                 self._groups.leave()
                 return Done()

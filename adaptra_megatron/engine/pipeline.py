@@ -37,7 +37,7 @@ from adaptra_megatron.engine.measurement.reporting import (
     path_states,
     rank_figures,
 )
-from adaptra_megatron.engine.measurement.sync_waits import Arrivals, SyncWaits
+from adaptra_megatron.engine.measurement.sync_waits import SyncArrivals, SyncWaits
 from adaptra_megatron.engine.outliving import hold_copies, outlive, refuse_fault_tolerance
 from adaptra_megatron.engine.planning import agreed_plan, make_planner
 from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
@@ -164,7 +164,7 @@ class Pipeline:
         """The first iterations of this set of live ranks."""
         self._works = IterationWork(job, self.book, self.dispatcher, self.rerouting, self._meter)
         self._begun_s = 0.0
-        self._arrivals = Arrivals.make(self._job, config, self.telemetry, waits)
+        self._arrivals = SyncArrivals.make(self._job, config, self.telemetry, waits)
         self._measuring = Measuring(
             self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals, work_of(call.model_chunks)
         )

@@ -10,7 +10,7 @@ from typing import Any
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.measurement.reporting import make_telemetry
-from adaptra_megatron.engine.measurement.sync_waits import Arrivals, SyncWaits
+from adaptra_megatron.engine.measurement.sync_waits import SyncArrivals, SyncWaits
 from adaptra_megatron.engine.training_job import join_job
 from adaptra_megatron.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.megatron.megatron_call import config_of, shared_groups
@@ -38,7 +38,7 @@ class SingleStage:
         megatron = config_of(model[0] if isinstance(model, list) else model)
         self._job = join_job(groups.pp, shared_groups(megatron, groups), config)
         self._telemetry = make_telemetry(self._job, 1, config, goes_on=False)
-        self._arrivals = Arrivals.make(self._job, config, self._telemetry, waits)
+        self._arrivals = SyncArrivals.make(self._job, config, self._telemetry, waits)
         self.training_iterations = 0
         self._iterations = 0
         if self._job.layout.rank == min(self._job.layout.workers):

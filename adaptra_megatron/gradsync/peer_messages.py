@@ -33,7 +33,7 @@ class PeerError(RuntimeError):
     """A replica did not take its part in a synchronisation of gradients; names it, what was seen and the remedy."""
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """One way of an exchange."""
 
     tensor: torch.Tensor
@@ -42,7 +42,7 @@ class Message(NamedTuple):
     """Index in the group."""
 
 
-class Exchange(Protocol):
+class PeerExchange(Protocol):
     """What carries messages of a group: `Peers`, or what is put around it."""
 
     @property
@@ -53,7 +53,7 @@ class Exchange(Protocol):
     def index(self) -> int:
         """This process's among them."""
 
-    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+    def begin(self, sends: PeerMessage | None, receives: PeerMessage | None) -> Begun:
         """Begin to send and to receive, to and from one member or two. Raises PeerError."""
 
 
@@ -122,7 +122,7 @@ class Peers:
         """This process's index in the group."""
         return self._ranks.index(self._rank)
 
-    def exchange(self, sends: Message | None, receives: Message | None) -> None:
+    def exchange(self, sends: PeerMessage | None, receives: PeerMessage | None) -> None:
         """Send and receive at the same time: neither waits for the other, on either end.
 
         Returns when both are done, or with NCCL when they stand on the current stream. Raises PeerError if a peer has
@@ -132,7 +132,7 @@ class Peers:
             if wait is not None:
                 wait()
 
-    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+    def begin(self, sends: PeerMessage | None, receives: PeerMessage | None) -> Begun:
         """Begin what `exchange` does. Messages between two members arrive in the order in which they were begun.
 
         With NCCL the current stream waits for both ways, and the host for none.
@@ -210,7 +210,7 @@ class Peers:
         traceback.clear_frames(cause.__traceback__)
         return self._error(mine, cause)
 
-    def _launch(self, sends: Message | None, receives: Message | None, peers: Sequence[int]) -> list[int]:
+    def _launch(self, sends: PeerMessage | None, receives: PeerMessage | None, peers: Sequence[int]) -> list[int]:
         """Return keys of the receive and the send in `_works`, or none where they stand on a stream."""
         backend = self._backend
         operations = [

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import Wire
+from adaptra_megatron.gradsync.all_reduce.algorithms import AllReduceWire
 
 PERSISTENT = 4
 """Synchronisations in a row in which a replica must have come last before time is bet on it. Of three that come last at
@@ -51,9 +51,9 @@ class Lateness:
         return min(delay_s for _, delay_s in self._latest)
 
     @property
-    def wire(self) -> Wire | None:
+    def wire(self) -> AllReduceWire | None:
         """The medians of what was measured; None before a library's all-reduce has been."""
-        return Wire(median(self._latencies_s), median(self._bytes_s)) if self._bytes_s else None
+        return AllReduceWire(median(self._latencies_s), median(self._bytes_s)) if self._bytes_s else None
 
 
 def last_arrival(waits_s: Sequence[float]) -> tuple[int, float]:

@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS, STOCK, Choice, choose
-from adaptra_megatron.gradsync.peer_messages import Exchange
+from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS, STOCK, AlgorithmChoice, choose
+from adaptra_megatron.gradsync.peer_messages import PeerExchange
 from adaptra_megatron.gradsync.replica_lateness import Lateness
 from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
 
 logger = logger_of(__name__)
 
 
-class Group(Exchange, Protocol):
+class Group(PeerExchange, Protocol):
     """What sums are made over: see `Peers`."""
 
     def all_reduce(self, values: torch.Tensor) -> None:
@@ -87,12 +87,12 @@ class ReplicaSums:
         if place == 0:
             self._share(device)
 
-    def _choice(self, nbytes: int, place: int) -> Choice:
+    def _choice(self, nbytes: int, place: int) -> AlgorithmChoice:
         if self._mode != "auto":
-            return Choice(self._mode, nbytes, 0.0)
+            return AlgorithmChoice(self._mode, nbytes, 0.0)
         lateness = self._lateness[place]
         if lateness.wire is None:
-            return Choice(STOCK, nbytes, 0.0)
+            return AlgorithmChoice(STOCK, nbytes, 0.0)
         choice = choose(self._peers.size, nbytes, lateness.wire, lateness.sure_delay_s)
         if choice.algorithm != self._chosen[place] and self._peers.index == 0:
             logger.log(

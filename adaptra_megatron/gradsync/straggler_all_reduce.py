@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, Phase, Step, ring
-from adaptra_megatron.gradsync.peer_messages import Begun, Exchange, Message
+from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, RoundPhase, RoundStep, ring
+from adaptra_megatron.gradsync.peer_messages import Begun, PeerExchange, PeerMessage
 
 _OPEN = 4
 """Most sends and receives that have begun before another step does."""
@@ -22,14 +22,14 @@ _OPEN = 4
 class StragglerAllReduce:
     """Sums a tensor up over all members of a group, in place."""
 
-    def __init__(self, peers: Exchange, plan: AllReduce, straggler: int) -> None:
+    def __init__(self, peers: PeerExchange, plan: AllReduce, straggler: int) -> None:
         """`plan`: of as many ranks as `peers` has. `straggler`: index of the member that comes last; all must agree."""
         assert plan.ranks == peers.size, f"a plan of {plan.ranks} ranks for a group of {peers.size}"
         assert 0 <= straggler < plan.ranks, f"straggler {straggler} is none of {plan.ranks} members"
         self._peers = peers
         self._members = [member for member in range(plan.ranks) if member != straggler] + [straggler]
         own = self._members.index(peers.index)
-        self._phases: Sequence[tuple[Phase, Sequence[Step]]] = [
+        self._phases: Sequence[tuple[RoundPhase, Sequence[RoundStep]]] = [
             (phase, phase.steps(own)) for phase in (plan.waiting, plan.together)
         ]
 
@@ -55,14 +55,14 @@ class _Run:
     what came over another one is seen to, and additions run beside the next messages.
     """
 
-    def __init__(self, peers: Exchange, members: Sequence[int], phase: Phase, values: torch.Tensor) -> None:
+    def __init__(self, peers: PeerExchange, members: Sequence[int], phase: RoundPhase, values: torch.Tensor) -> None:
         self._peers, self._members, self._phase, self._values = peers, members, phase, values
         self._open: list[tuple[int, Callable[[], None]]] = []
         """Halves of steps that are not known to have ended, in order: the chunk, and what ends it."""
         self._longest = -(-values.numel() // phase.chunks)
         self._scratch: list[torch.Tensor] = []
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: RoundStep) -> None:
         """Begin a step once its chunks are free. Raises PeerError."""
         self._end({transfer.chunk for transfer in step if transfer is not None}, _OPEN)
         sends = self._message(step.sends.chunk, step.sends.receiver) if step.sends else None
@@ -70,7 +70,7 @@ class _Run:
         receives = target
         if step.receives is not None and step.receives.adds and target is not None:
             room = self._scratch.pop() if self._scratch else self._values.new_empty(self._longest)
-            receives = Message(room[: target.tensor.numel()], target.peer)
+            receives = PeerMessage(room[: target.tensor.numel()], target.peer)
         sent, received = self._peers.begin(sends, receives) if sends or receives else (None, None)
         if step.sends is not None and sent is not None:
             self._open.append((step.sends.chunk, sent))
@@ -98,10 +98,10 @@ class _Run:
         target.add_(room[: target.numel()])
         self._scratch.append(room)
 
-    def _message(self, chunk: int, position: int) -> Message | None:
+    def _message(self, chunk: int, position: int) -> PeerMessage | None:
         """One chunk to or from the member in a position of the plan; None for an empty one, on both ends."""
         first, end = self._phase.bounds(chunk, self._values.numel())
-        return Message(self._values[first:end], self._members[position]) if end > first else None
+        return PeerMessage(self._values[first:end], self._members[position]) if end > first else None
 
 
 # Sums over some of the replicas of a group: over those whose gradients make an update.
@@ -111,7 +111,7 @@ class _Run:
 class _Some:
     """An Exchange of some members, numbered anew."""
 
-    peers: Exchange
+    peers: PeerExchange
     members: tuple[int, ...]
 
     @property
@@ -122,14 +122,14 @@ class _Some:
     def index(self) -> int:
         return self.members.index(self.peers.index)
 
-    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+    def begin(self, sends: PeerMessage | None, receives: PeerMessage | None) -> Begun:
         return self.peers.begin(self._of_group(sends), self._of_group(receives))
 
-    def _of_group(self, message: Message | None) -> Message | None:
-        return None if message is None else Message(message.tensor, self.members[message.peer])
+    def _of_group(self, message: PeerMessage | None) -> PeerMessage | None:
+        return None if message is None else PeerMessage(message.tensor, self.members[message.peer])
 
 
-def sum_over(peers: Exchange, members: Sequence[int], values: torch.Tensor) -> None:
+def sum_over(peers: PeerExchange, members: Sequence[int], values: torch.Tensor) -> None:
     """Put the sum over `members`, of which this is one, in place of `values`: a contiguous tensor of one dimension.
 
     All of them call this, in the same order, with the same size, and have the same afterwards, to the bit: a ring.

@@ -24,7 +24,7 @@ from adaptra_megatron.common.job.gathering import epoch_group
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.gradsync.peer_messages import PeerError
 from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient, ModeDecider
-from adaptra_megatron.gradsync.sync_modes.modes import Kind
+from adaptra_megatron.gradsync.sync_modes.modes import ModeKind
 from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Event, Handover, Update, Updates
 
 _CLOSE_S = 2.0
@@ -113,7 +113,7 @@ class UpdateLog:
         rank: int,
         *,
         leads: bool,
-        kinds: Iterable[Kind],
+        kinds: Iterable[ModeKind],
         max_staleness: int,
         timeout_s: float,
         carry: Carry,

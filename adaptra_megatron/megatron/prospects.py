@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.megatron.gradients.split_rules import Rule, expected_layers, rule_for
+from adaptra_megatron.megatron.gradients.split_rules import SplitRule, expected_layers, rule_for
 from adaptra_megatron.megatron.refusals import (
     UnsupportedFeatureError,
     kept_in_order,
@@ -100,8 +100,8 @@ def _refused(settings: Any) -> list[Feature]:
     return found
 
 
-def _whole(whole: dict[str, Rule]) -> list[Feature]:
-    by_rule: dict[Rule, list[str]] = {}
+def _whole(whole: dict[str, SplitRule]) -> list[Feature]:
+    by_rule: dict[SplitRule, list[str]] = {}
     for name, rule in whole.items():
         by_rule.setdefault(rule, []).append(name)
     return [Feature(f"whole backward of {', '.join(names)}", "less", *rule[1:]) for rule, names in by_rule.items()]

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.gathering import gather
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.gradsync.peer_messages import Message, Peers
+from adaptra_megatron.gradsync.peer_messages import PeerMessage, Peers
 from adaptra_megatron.gradsync.straggler_all_reduce import sum_over
 from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient
-from adaptra_megatron.gradsync.sync_modes.modes import Kind
+from adaptra_megatron.gradsync.sync_modes.modes import ModeKind
 from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Handover, Met, Update
 from adaptra_megatron.gradsync.update_log import UpdateLog
 from adaptra_megatron.megatron.compat import data_parallel_group, default_groups, groups_keyword
@@ -45,9 +45,9 @@ from adaptra_megatron.megatron.state.training_state import (
 logger = logger_of(__name__)
 
 KINDS = {
-    "x-order": (Kind.X_ORDER,),
-    "dynamic": (Kind.DYNAMIC,),
-    "auto": (Kind.X_ORDER, Kind.DYNAMIC),
+    "x-order": (ModeKind.X_ORDER,),
+    "dynamic": (ModeKind.DYNAMIC,),
+    "auto": (ModeKind.X_ORDER, ModeKind.DYNAMIC),
 }
 """What --adaptra-sync-mode lets updates be made by, beside all replicas together."""
 
@@ -271,7 +271,7 @@ class ReplicaUpdates:
         if self._index == handover.source:
             for place, gradient in enumerate(own):
                 came = torch.empty_like(gradient, device="cpu")
-                self._states.exchange(None, Message(came, handover.target))
+                self._states.exchange(None, PeerMessage(came, handover.target))
                 if place < len(self._given):
                     self._given[place] += came
                 else:
@@ -280,7 +280,7 @@ class ReplicaUpdates:
         else:
             for place, gradient in enumerate(own):
                 gone = gradient.cpu() + self._given[place] if self._given else gradient.cpu()
-                self._states.exchange(Message(gone, handover.source), None)
+                self._states.exchange(PeerMessage(gone, handover.source), None)
             self._given = self._given if not gives else []
             _receive_state(self._states, handover.source, self._model, optimizers)
             logger.debug("has update %d of another replica after %.3f s", version, time.monotonic() - begun_s)
@@ -295,16 +295,16 @@ def _send_state(peers: Peers, target: int, model: list[Any], optimizers: list[An
         send_optimizer(sender, optimizer, _parameters(optimizer))
     sender.finish()
     packet = torch.cat(parts)
-    peers.exchange(Message(torch.tensor([packet.numel()]), target), None)
-    peers.exchange(Message(packet, target), None)
+    peers.exchange(PeerMessage(torch.tensor([packet.numel()]), target), None)
+    peers.exchange(PeerMessage(packet, target), None)
 
 
 def _receive_state(peers: Peers, source: int, model: list[Any], optimizers: list[Any]) -> None:
     """The other end. Raises StateError for what does not fit or is not as it was sent."""
     size = torch.zeros(1, dtype=torch.int64)
-    peers.exchange(None, Message(size, source))
+    peers.exchange(None, PeerMessage(size, source))
     packet = torch.empty(int(size), dtype=torch.uint8)
-    peers.exchange(None, Message(packet, source))
+    peers.exchange(None, PeerMessage(packet, source))
     taken = 0
 
     def take(tensor: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ class TelemetrySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """Place of a rank in its job."""
 
     run: str
@@ -108,7 +108,7 @@ class FiguresOfJob(Protocol):
 class RunTelemetry:
     """One rank's. For the training thread, except `log`, `arrivals` and `requests`, which any thread may call."""
 
-    def __init__(self, settings: TelemetrySettings, place: Place, start: RunStarted) -> None:
+    def __init__(self, settings: TelemetrySettings, place: RankPlace, start: RunStarted) -> None:
         """Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened, and
         open_telemetry.OpenTelemetryError where that is wanted and cannot be done."""
         self._place = place
@@ -303,7 +303,7 @@ class RunTelemetry:
             self._endpoint = None
 
 
-def _figures(place: Place, start: RunStarted) -> ExportedFigures:
+def _figures(place: RankPlace, start: RunStarted) -> ExportedFigures:
     return ExportedFigures(
         labels={"rank": str(place.rank), "stage": str(place.stage)},
         job_labels={"replica": str(place.replica)},

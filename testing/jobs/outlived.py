@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from adaptra_megatron.common.job.control_store import serve_store
 from adaptra_megatron.common.job.membership import START_VARIABLE, launch_store
-from adaptra_megatron.elastic.launch.launch_messages import Ending, HostReport, host_key, write
+from adaptra_megatron.elastic.launch.launch_messages import HostReport, RankEnding, host_key, write
 from adaptra_megatron.elastic.launch.launcher_link import Coordinator
 from adaptra_megatron.elastic.launch.roster import Policy
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult, free_port, run_ranks
@@ -55,7 +55,7 @@ class Host:
         self._thread.start()
 
     @property
-    def endings(self) -> Sequence[Ending]:
+    def endings(self) -> Sequence[RankEnding]:
         """How processes have ended so far, those that were started again among them; local ranks are the job's."""
         return self._report.endings
 
@@ -64,7 +64,7 @@ class Host:
         that is to take its place."""
         with self._lock:
             start = self._starts(rank)
-            ending = Ending(rank, 0, status, time.time(), "", start=start)
+            ending = RankEnding(rank, 0, status, time.time(), "", start=start)
             self._report = replace(self._report, endings=(*self._report.endings, ending))
             self._tick()
         again = status and start < self._restarts and not self._coordinator.has_ended

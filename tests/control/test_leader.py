@@ -23,7 +23,7 @@ from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PolicyChanged, RunStarted, StageDetection
-from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, request_directory
 from adaptra_megatron.transport.link_paths import Path as TransportPath
 
@@ -32,7 +32,7 @@ FOUR = Layout(stages=4, chunks=1, group_size=None)
 
 @pytest.fixture
 def telemetry(tmp_path: Path) -> Iterator[RunTelemetry]:
-    place = Place(run="run", rank=0, local_rank=0, stage=0, leads=True)
+    place = RankPlace(run="run", rank=0, local_rank=0, stage=0, leads=True)
     start = RunStarted(layout={"stages": 4}, versions={}, config={})
     telemetry = RunTelemetry(TelemetrySettings(trace_dir=tmp_path, every_iteration=False), place, start)
     yield telemetry

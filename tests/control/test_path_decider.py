@@ -23,7 +23,7 @@ from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import PathChosen, PlanMade, RunStarted
-from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
 from adaptra_megatron.transport.link_paths import Path as LinkPath
 from adaptra_megatron.transport.link_paths import ProbeTimes
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
@@ -151,7 +151,7 @@ def slow_cable(link: LinkName, path: LinkPath) -> float:
 
 @pytest.fixture
 def telemetry(tmp_path: Path) -> Iterator[RunTelemetry]:
-    place = Place(run="run", rank=0, local_rank=0, stage=0, leads=True)
+    place = RankPlace(run="run", rank=0, local_rank=0, stage=0, leads=True)
     start = RunStarted(layout={"stages": 2}, versions={}, config={})
     telemetry = RunTelemetry(TelemetrySettings(trace_dir=tmp_path, every_iteration=False), place, start)
     yield telemetry

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.control.detector.straggler_arrivals import Row
-from adaptra_megatron.engine.measurement.sync_waits import Arrivals, ClockMoments, StreamMoments, SyncWaits
+from adaptra_megatron.engine.measurement.sync_waits import ClockMoments, StreamMoments, SyncArrivals, SyncWaits
 
 
 class Stream:
@@ -65,7 +65,7 @@ def test_nothing_is_measured_until_it_is_wanted() -> None:
 
 def test_on_a_cpu_all_chunks_count_together() -> None:
     waits, watch = SyncWaits(), Watch()
-    arrivals = Arrivals(watch, waits)  # type: ignore[arg-type]
+    arrivals = SyncArrivals(watch, waits)  # type: ignore[arg-type]
     waits.want(ClockMoments())
     waits.read(lambda: time.sleep(0.01))
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_data_that_end_are_timed_too() -> None:
 def test_on_a_gpu_it_is_what_the_stream_waits_and_nothing_waits_for_that() -> None:
     stream, waits, watch = Stream(), SyncWaits(), Watch()
     waits.want(StreamMoments(stream.event, lambda: False))
-    arrivals = Arrivals(watch, waits)  # type: ignore[arg-type]
+    arrivals = SyncArrivals(watch, waits)  # type: ignore[arg-type]
 
     def reduce() -> None:
         stream.launched_s += 0.3
@@ -120,7 +120,7 @@ def test_nothing_is_marked_while_a_graph_is_captured() -> None:
 def test_of_a_gpu_that_never_comes_there_the_latest_are_kept() -> None:
     stream, waits, watch = Stream(), SyncWaits(), Watch()
     waits.want(StreamMoments(stream.event, lambda: False))
-    arrivals = Arrivals(watch, waits)  # type: ignore[arg-type]
+    arrivals = SyncArrivals(watch, waits)  # type: ignore[arg-type]
     stream.launched_s = 1.0
     for iteration in range(50):
         waits.synchronize(lambda: None)

@@ -22,14 +22,14 @@ from adaptra_megatron.control.decisions import (
     Order,
     PackedFigures,
     Paths,
-    Routing,
+    RoutingSection,
     TelemetrySection,
     decision_of,
 )
 from adaptra_megatron.control.measurements import (
     ActionColumns,
     BrokenPath,
-    MessageColumns,
+    MeasuredColumns,
     StageMeasurement,
     measurement_of,
 )
@@ -141,8 +141,8 @@ _MEASUREMENT = StageMeasurement(
     iteration=2,
     micro_batches=3,
     actions=ActionColumns.of([ActionRecord(2, 1, kind, 0, m, 0.0, 1.0, 2.0) for m in range(3) for kind in "FB"]),
-    sends=MessageColumns.of([MessageTimes(MessageKey(2, Direction.ACTIVATION, 0, 1), 2, 1.0, 2.0, 9, Path.HOST)], 0.5),
-    receives=MessageColumns.of(
+    sends=MeasuredColumns.of([MessageTimes(MessageKey(2, Direction.ACTIVATION, 0, 1), 2, 1.0, 2.0, 9, Path.HOST)], 0.5),
+    receives=MeasuredColumns.of(
         [MessageTimes(MessageKey(2, Direction.GRADIENT, 0, 1), 2, 1.0, 2.0, 9, Path.DEVICE)], 0.5
     ),
     memory=StageMemory(1.0, 2.0, 3.0, None),
@@ -155,7 +155,7 @@ _DECISION = Decision(
     Order("F,0,0", "{}", (1.0, None), (0.0, 0.0)),
     Forecast(1.0, None),
     Paths((LinkName(0, 1, 2),)),
-    Routing(1, 4, (Moved(0, 0, 1, 2),), {"0.0": "{}"}, (1.0, 1.5)),
+    RoutingSection(1, 4, (Moved(0, 0, 1, 2),), {"0.0": "{}"}, (1.0, 1.5)),
     TelemetrySection(
         (Iterations(1, 2),),
         PackedFigures.of(
@@ -167,13 +167,15 @@ _DECISION = Decision(
         ),
     ),
 )
-_OPEN = control.Open(peer=1, session=2, transport="tcp", connects=True, address=["127.0.0.1", 9], source="", lanes=2)
-_START = control.Start(
+_OPEN = control.OpenLink(
+    peer=1, session=2, transport="tcp", connects=True, address=["127.0.0.1", 9], source="", lanes=2
+)
+_START = control.StartDelegate(
     rank=0, job="00", secret="ab", listeners=["tcp"], handshake_s=5.0, stall_s=5.0, max_message_nbytes=9
 )
 _TO_AND_FRO = (
     *(_START, _OPEN, control.Ping(number=1), control.Stop(drain_s=1.0), control.Up(peer=1, session=2, transport="shm")),
-    *(control.Down(peer=1, session=2, cause="gone"), control.Counters(number=1, refused={"junk": 2})),
+    *(control.Down(peer=1, session=2, cause="gone"), control.DelegateCounters(number=1, refused={"junk": 2})),
 )
 _NOTES = (
     *(

@@ -10,8 +10,6 @@ from typing import Any, get_args
 
 from adaptra_megatron.transport.wires.verbs.verbs_messages import (
     LARGEST_NBYTES,
-    Decoder,
-    Endpoint,
     Fenced,
     Grant,
     Hello,
@@ -19,6 +17,8 @@ from adaptra_megatron.transport.wires.verbs.verbs_messages import (
     Raised,
     Ready,
     Unable,
+    VerbsDecoder,
+    VerbsEndpoint,
     VerbsMessage,
     encode,
 )
@@ -33,7 +33,7 @@ def case(random: Random, deadline_s: float) -> int:
     stream = b"".join(_spoilt(random, _message(random)) for _ in range(_MESSAGES))
     if random.random() < 0.3:
         stream = spoil_stream(random, stream)
-    decoder, at = Decoder(), 0
+    decoder, at = VerbsDecoder(), 0
     while at < len(stream):
         piece = stream[at : at + random.randrange(1, _FED_AT_ONCE)]
         at += len(piece)
@@ -58,7 +58,7 @@ def _check(message: VerbsMessage) -> None:
 
 
 def _message(random: Random) -> VerbsMessage:
-    endpoint = Endpoint("fe80::1", *(random.randrange(1 << 16) for _ in range(6)))
+    endpoint = VerbsEndpoint("fe80::1", *(random.randrange(1 << 16) for _ in range(6)))
     rail = {"rail": random.randrange(4), "attempt": random.randrange(9)}
     return random.choice(
         [

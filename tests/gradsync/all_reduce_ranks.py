@@ -20,7 +20,7 @@ import torch.distributed as dist
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden, ring
 from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
-from adaptra_megatron.gradsync.peer_messages import Begun, Message, PeerError, Peers
+from adaptra_megatron.gradsync.peer_messages import Begun, PeerError, PeerMessage, Peers
 from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
 
 TIMEOUT_S = 30.0
@@ -35,7 +35,7 @@ class Mortal:
         self._peers, self._left, self._silent_s = peers, at, silent_s
         self.size, self.index = peers.size, peers.index
 
-    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+    def begin(self, sends: PeerMessage | None, receives: PeerMessage | None) -> Begun:
         """As `Peers.begin`."""
         if self._left == 0:
             time.sleep(self._silent_s)
@@ -100,7 +100,7 @@ def death(victim: int, silent_s: float) -> None:
     except PeerError as error:
         sys.stdout.write(f"RESULT {time.monotonic() - begun_s:.3f} {error}\n")
         with contextlib.suppress(PeerError):
-            peers.exchange(None, Message(torch.zeros(1), 0))
+            peers.exchange(None, PeerMessage(torch.zeros(1), 0))
             raise AssertionError("an exchange after the error") from error
         return
     raise AssertionError("the death of a rank went unseen")

@@ -8,17 +8,24 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS, STOCK, Choice, Wire, choose, stock_s
+from adaptra_megatron.gradsync.all_reduce.algorithms import (
+    ALGORITHMS,
+    STOCK,
+    AlgorithmChoice,
+    AllReduceWire,
+    choose,
+    stock_s,
+)
 from adaptra_megatron.gradsync.replica_lateness import Lateness
 
-WIRE = Wire(latency_s=3e-6, byte_s=1 / (154 * 2**30))
+WIRE = AllReduceWire(latency_s=3e-6, byte_s=1 / (154 * 2**30))
 """By the delay from which on StragglAR gains there, 39 ms: half of s * b with 4 replicas."""
 NBYTES = 12 * 2**30
 Arrivals = Callable[[random.Random], Sequence[float]]
 """Moments at which replicas come, in seconds."""
 
 
-def exposed_s(choice: Choice, ranks: int, expected: int, arrivals_s: Sequence[float]) -> float:
+def exposed_s(choice: AlgorithmChoice, ranks: int, expected: int, arrivals_s: Sequence[float]) -> float:
     """Seconds from the last arrival until all have the sum. `expected`: the replica that was bet to come last."""
     if choice.algorithm == STOCK:
         return stock_s(ranks, NBYTES, WIRE)
@@ -38,7 +45,7 @@ def trained(ranks: int, arrivals: Arrivals, iterations: int, seed: int = 1) -> t
     used = set()
     for _ in range(iterations):
         arrivals_s = arrivals(generator)
-        choice = Choice(STOCK, NBYTES, 0.0)
+        choice = AlgorithmChoice(STOCK, NBYTES, 0.0)
         if lateness.wire is not None:
             choice = choose(ranks, NBYTES, lateness.wire, lateness.sure_delay_s)
         taken_s = exposed_s(choice, ranks, lateness.last, arrivals_s)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS
 from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden
 from adaptra_megatron.gradsync.background_reductions import Background
-from adaptra_megatron.gradsync.peer_messages import Begun, Message
+from adaptra_megatron.gradsync.peer_messages import Begun, PeerMessage
 from adaptra_megatron.gradsync.replica_lateness import PERSISTENT, Lateness
 from adaptra_megatron.gradsync.replica_sums import ReplicaSums
 
@@ -38,7 +38,7 @@ class Member:
     def __init__(self, shared: Rendezvous, index: int, ranks: int, byte_s: float) -> None:
         self._shared, self.index, self.size, self._byte_s = shared, index, ranks, byte_s
 
-    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+    def begin(self, sends: PeerMessage | None, receives: PeerMessage | None) -> Begun:
         """Over lists. Waits at once for what is received."""
         with self._shared.arrived:
             if sends is not None:

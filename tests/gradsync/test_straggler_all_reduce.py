@@ -15,7 +15,7 @@ from support.processes import RankResult
 
 from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import hidden, ring
 from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
-from adaptra_megatron.gradsync.peer_messages import Message, PeerError, Peers
+from adaptra_megatron.gradsync.peer_messages import PeerError, PeerMessage, Peers
 
 RANKS = str(Path(__file__).with_name("all_reduce_ranks.py"))
 StartRanks = Callable[..., list[RankResult]]
@@ -79,8 +79,8 @@ class Gone:
     check = set
 
 
-def both_ways() -> tuple[Message, Message]:
-    return Message(torch.ones(1), 0), Message(torch.ones(1), 2)
+def both_ways() -> tuple[PeerMessage, PeerMessage]:
+    return PeerMessage(torch.ones(1), 0), PeerMessage(torch.ones(1), 2)
 
 
 def test_both_ways_of_an_exchange_are_launched_as_one_where_the_backend_can() -> None:
@@ -108,7 +108,7 @@ def test_the_end_of_a_chain_of_waits_is_named_by_the_one_that_times_out_first() 
     late = threading.Timer(0.3, store.set, ("accused/9", "4"))
     late.start()
     peers = Peers(Coalescing(polls=1 << 60), store, [4, 6, 9], 6, 0.05)
-    peers.exchange(None, Message(torch.ones(1), 2))
+    peers.exchange(None, PeerMessage(torch.ones(1), 2))
     with pytest.raises(PeerError, match=r"^rank 6: .* rank 4 has died .*, as rank 9 has seen \(Timed out\)"):
         peers.settle()
     late.join()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.gradsync.peer_messages import PeerError
 from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient
-from adaptra_megatron.gradsync.sync_modes.modes import Kind
+from adaptra_megatron.gradsync.sync_modes.modes import ModeKind
 from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Handover, Met, Update
 from adaptra_megatron.gradsync.update_log import UpdateLog
 
@@ -63,7 +63,7 @@ def main(what: str) -> None:
         rank,
         rank,
         leads=True,
-        kinds=(Kind.X_ORDER,),
+        kinds=(ModeKind.X_ORDER,),
         max_staleness=3,
         timeout_s=TIMEOUT_S,
         carry=carry,

@@ -19,7 +19,9 @@ def test_patches_of_another_checkout_are_refused(tmp_path: Path) -> None:
     patches.mkdir(parents=True)
     for source in (REPOSITORY / "patches").glob("*.py"):
         (patches / source.name).write_text(source.read_text())
-    script = f"import adaptra_megatron; adaptra_megatron.__path__ = [{str(patches.parent)!r}, *adaptra_megatron.__path__]"
+    script = (
+        f"import adaptra_megatron; adaptra_megatron.__path__ = [{str(patches.parent)!r}, *adaptra_megatron.__path__]"
+    )
     script += "; import adaptra_megatron.patches"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

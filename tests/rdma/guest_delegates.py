@@ -22,8 +22,8 @@ import pytest
 from rails import SLOT_NBYTES, SLOTS, link_down, random_bytes, wait_until, write_message
 
 from adaptra_megatron.transport._ring import Event, Inbox, Ring, RingClosedError
-from adaptra_megatron.transport.delegate.delegate_control import Open, Start
-from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
+from adaptra_megatron.transport.delegate.delegate_control import OpenLink, StartDelegate
+from adaptra_megatron.transport.delegate.supervisor import SupervisedLink, Supervisor
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 
 LIMIT_S = 90.0
@@ -50,7 +50,7 @@ class Stage:
         self._inbox = Inbox(max_message_nbytes=1 << 30, pooled_nbytes=1 << 26)
 
     def start(self, peer: Stage) -> None:
-        start = Start(
+        start = StartDelegate(
             rank=self.number,
             job=JOB,
             secret=SECRET,
@@ -60,7 +60,7 @@ class Stage:
             max_message_nbytes=1 << 30,
             rnics=self.rnics,
         )
-        request = Open(
+        request = OpenLink(
             peer=peer.number,
             session=0,
             transport="verbs",
@@ -70,7 +70,7 @@ class Stage:
             lanes=1,
         )
         self.supervisor = Supervisor(
-            start, [self.listener], [Link(self, request, SLOTS, SLOT_NBYTES)], patience_s=LIMIT_S
+            start, [self.listener], [SupervisedLink(self, request, SLOTS, SLOT_NBYTES)], patience_s=LIMIT_S
         )
         for work in (self._send, self._receive):
             threading.Thread(target=work, args=(peer,), daemon=True).start()

@@ -18,7 +18,7 @@ from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.wires.verbs.queue_pair import VerbsQueuePair
 from adaptra_megatron.transport.wires.verbs.rail import Completion, Did
 from adaptra_megatron.transport.wires.verbs.verbs_device import Port, load_verbs
-from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint
+from adaptra_megatron.transport.wires.verbs.verbs_messages import VerbsEndpoint
 
 NBYTES = 10000
 FAILS_S = 10.0
@@ -136,7 +136,7 @@ def test_a_wrong_key_and_repair(ends: Ends) -> None:
 
 
 def test_the_page_of_counts_cannot_be_written(ends: Ends) -> None:
-    there: Endpoint = ends.receiver.prepare()
+    there: VerbsEndpoint = ends.receiver.prepare()
     ends.connect(address=there.address - 4096)
     ends.write(0)
     assert completions(ends.sender, Did.WRITE, 1)[0].failure == "REM_ACCESS_ERR"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
-from adaptra_megatron.schedule.transfers.blocking import Call, Step, stock_programs
+from adaptra_megatron.schedule.transfers.blocking import BlockingCall, Step, stock_programs
 
 Times = list[list[float]]
 
@@ -78,7 +78,7 @@ class _Replay:
                 return posted
             step = self.programs[stage][self.position[stage]]
             self.position[stage] += 1
-            if isinstance(step, Call):
+            if isinstance(step, BlockingCall):
                 self._post(stage, step)
                 posted = True
             else:
@@ -90,7 +90,7 @@ class _Replay:
         self.now[stage] += self.costs.micro_batch_s(table, stage, action.chunk)[action.micro_batch]
         self.end_s[stage].append(self.now[stage])
 
-    def _post(self, stage: int, call: Call) -> None:
+    def _post(self, stage: int, call: BlockingCall) -> None:
         now = self.now[stage]
         for wanted, direction in ((call.send_previous, -1), (call.send_next, 1)):
             if wanted:

@@ -15,7 +15,7 @@ from reference_simulator import Links, Result, Times, duration, needed, produced
 
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
-from adaptra_megatron.schedule.transfers.launch_order import LaunchRanks, Message, receives_before
+from adaptra_megatron.schedule.transfers.launch_order import LaunchRanks, OrderedMessage, receives_before
 from adaptra_megatron.schedule.transfers.launch_order import needed as message_for
 from adaptra_megatron.schedule.transfers.launch_order import produced as message_of
 
@@ -26,7 +26,7 @@ class _Operation:
 
     stage: int
     stream: tuple[str, int]
-    work: Action | Message
+    work: Action | OrderedMessage
     after: list[_Operation] = field(default_factory=list)
     """What must have ended."""
     started: bool = False
@@ -42,7 +42,7 @@ class DeviceReference:
         self.queues: list[dict[object, deque[_Operation]]] = [{} for _ in range(schedule.stages)]
         self.latest: dict[tuple[int, tuple[str, int]], _Operation] = {}
         self.last: dict[int, _Operation] = {}
-        self.ends: dict[tuple[int, Message], _Operation] = {}
+        self.ends: dict[tuple[int, OrderedMessage], _Operation] = {}
         self.arrived: set[Result] = {(Kind.FORWARD, 0, m) for m in range(schedule.micro_batches)}
         self.links = Links(costs)
         self.start_s: Times = [[] for _ in range(schedule.stages)]
@@ -50,9 +50,9 @@ class DeviceReference:
         self.events: list[tuple[float, int, list[_Operation] | Result]] = []
         self.sequence = itertools.count()
 
-    def _program(self, stage: int, ranks: LaunchRanks) -> list[Action | tuple[str, Message]]:
+    def _program(self, stage: int, ranks: LaunchRanks) -> list[Action | tuple[str, OrderedMessage]]:
         """What the host of `stage` issues, in order."""
-        found: list[Action | tuple[str, Message]] = []
+        found: list[Action | tuple[str, OrderedMessage]] = []
         batches = receives_before(self.schedule, stage, ranks)
         for action, receives in zip(self.schedule.orders[stage], batches, strict=True):
             found += [("receive", message) for message in receives if self._is_rendezvous(message)]
@@ -63,7 +63,7 @@ class DeviceReference:
                 found.append(("send", message))
         return found
 
-    def _is_rendezvous(self, message: Message | None) -> bool:
+    def _is_rendezvous(self, message: OrderedMessage | None) -> bool:
         return message is not None and self.costs.link(message.source, message.target).rendezvous
 
     def run(self) -> tuple[Times, Times]:
@@ -122,7 +122,7 @@ class DeviceReference:
                 issued = True
         return issued
 
-    def _operation(self, stage: int, step: Action | tuple[str, Message]) -> _Operation | None:
+    def _operation(self, stage: int, step: Action | tuple[str, OrderedMessage]) -> _Operation | None:
         computation = self.latest.get((stage, ("compute", stage)))
         if isinstance(step, Action):
             message = message_for(step, self.schedule.placement)
@@ -159,7 +159,7 @@ class DeviceReference:
                     self._meet(operation.work, now_s)
         return started
 
-    def _meet(self, message: Message, now_s: float) -> None:
+    def _meet(self, message: OrderedMessage, now_s: float) -> None:
         ends = [self.ends.get((stage, message)) for stage in (message.source, message.target)]
         both = [operation for operation in ends if operation is not None and operation.started]
         if len(both) == 2:

@@ -13,7 +13,7 @@ from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.ir import Order, Schedule
 from adaptra_megatron.schedule.transfers.launch_order import (
-    Message,
+    OrderedMessage,
     Posting,
     launch_ranks,
     needed,
@@ -92,7 +92,7 @@ def test_receives_are_posted_once_by_rank_before_what_needs_them_and_in_the_orde
 
 def check_posted(schedule: Schedule, stage: int, order: Order, postings: Sequence[Posting]) -> None:
     assert len(postings) == len(order)
-    posted: list[Message] = []
+    posted: list[OrderedMessage] = []
     for action, posting in zip(order, postings, strict=True):
         posted += posting.before
         message = needed(action, schedule.placement)
@@ -129,9 +129,9 @@ def test_what_all_stages_launch_is_part_of_one_order(case: tuple[Schedule, Costs
     schedule, costs = case
     ranks = launch_ranks(schedule, costs)
     for at_ends in (False, True):
-        parts: list[list[Message]] = []
+        parts: list[list[OrderedMessage]] = []
         for stage, order in enumerate(schedule.orders):
-            part: list[Message] = []
+            part: list[OrderedMessage] = []
             postings = (
                 receives_at_ends(schedule, stage, costs)
                 if at_ends

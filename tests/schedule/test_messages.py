@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
-from adaptra_megatron.schedule.transfers.launch_order import Message, needed, produced, sent_to
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, needed, produced, sent_to
 
 schedules = st.one_of(named_schedules(), random_schedules(), random_schedules(placed=True))
 
@@ -46,7 +46,7 @@ def test_a_message_joins_neighbours_of_the_model(schedule: Schedule) -> None:
         else:
             stage, chunk = placement.places[following]
             gradient = action.kind is not Kind.FORWARD
-            assert message == Message(action.stage, stage, gradient, chunk, action.micro_batch)
+            assert message == OrderedMessage(action.stage, stage, gradient, chunk, action.micro_batch)
 
 
 @given(schedules)
@@ -64,12 +64,12 @@ def test_sent_to_keeps_the_senders_order(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (Action(3, Kind.FORWARD, 0, 5), Message(3, 0, False, 1, 5)),
-        (Action(0, Kind.BACKWARD_INPUT, 1, 5), Message(0, 3, True, 0, 5)),
+        (Action(3, Kind.FORWARD, 0, 5), OrderedMessage(3, 0, False, 1, 5)),
+        (Action(0, Kind.BACKWARD_INPUT, 1, 5), OrderedMessage(0, 3, True, 0, 5)),
         (Action(3, Kind.FORWARD, 1, 5), None),
         (Action(0, Kind.BACKWARD, 0, 5), None),
         (Action(2, Kind.BACKWARD_WEIGHT, 1, 5), None),
     ],
 )
-def test_produced_at_the_seams_of_four_stages_of_two_chunks(action: Action, message: Message | None) -> None:
+def test_produced_at_the_seams_of_four_stages_of_two_chunks(action: Action, message: OrderedMessage | None) -> None:
     assert produced(action, interleaved(4, 2)) == message

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 
 from adaptra_megatron.common.authentication.handshake import JOB_NBYTES, SECRET_NBYTES
-from adaptra_megatron.transport.delegate.delegate_control import Open, Start
-from adaptra_megatron.transport.delegate.supervisor import Link, LinkEnd, Supervisor
+from adaptra_megatron.transport.delegate.delegate_control import OpenLink, StartDelegate
+from adaptra_megatron.transport.delegate.supervisor import LinkEnd, SupervisedLink, Supervisor
 from adaptra_megatron.transport.setup.host_placement import listen_shm, listen_tcp
 
 
@@ -20,7 +20,7 @@ def supervised(
     listeners = [listen_shm() if transport == "shm" else listen_tcp("127.0.0.1") for _ in ends]
     running = []
     for stage, (end, peer) in enumerate(zip(ends, (1, 0), strict=True)):
-        request = Open(
+        request = OpenLink(
             peer=peer,
             session=0,
             transport=transport,
@@ -29,7 +29,7 @@ def supervised(
             source="",
             lanes=1,
         )
-        beginning = Start(
+        beginning = StartDelegate(
             rank=stage,
             job=job,
             secret=secret,
@@ -38,5 +38,5 @@ def supervised(
             stall_s=5.0,
             max_message_nbytes=1 << 20,
         )
-        running.append(Supervisor(beginning, [listeners[stage][0]], [Link(end, request, slots, slot_nbytes)]))
+        running.append(Supervisor(beginning, [listeners[stage][0]], [SupervisedLink(end, request, slots, slot_nbytes)]))
     return running

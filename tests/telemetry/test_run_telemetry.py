@@ -31,7 +31,7 @@ from adaptra_megatron.telemetry.events.events import (
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.figures.scalars import MEGATRON_VARIABLES, JobFigures, RankFigures
-from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.tracing.trace import read_traces
 from adaptra_megatron.telemetry.tracing.trace_requests import request_directory
 
@@ -39,8 +39,8 @@ START = RunStarted(layout={"stages": 2}, versions={}, config={})
 DEVICE, HOST = PathState("device", 0, 0), PathState("host", 1, 1)
 
 
-def place(*, leads: bool = True, rank: int = 0) -> Place:
-    return Place(run="run", rank=rank, local_rank=rank, stage=rank, leads=leads)
+def place(*, leads: bool = True, rank: int = 0) -> RankPlace:
+    return RankPlace(run="run", rank=rank, local_rank=rank, stage=rank, leads=leads)
 
 
 def figures(seconds: float = 1.0) -> RankFigures:

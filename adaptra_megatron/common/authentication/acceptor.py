@@ -13,7 +13,7 @@ from ipaddress import ip_network
 from typing import Any
 
 from adaptra_megatron.common.authentication import handshake
-from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 
 logger = logger_of(__name__)
@@ -36,7 +36,7 @@ class Acceptor:
     def __init__(self, secret: bytes, timeout_s: float, admit: Admit, most_unproven: int = MOST_UNPROVEN) -> None:
         """`admit` gets each proven connection (non-blocking) and owns it; it raises HandshakeError to refuse it.
         `most_unproven`: connections in their handshake at once; more where more peers than that come together."""
-        self.refused: Counter[Refusal] = Counter()
+        self.refused: Counter[HandshakeRefusal] = Counter()
         self._secret, self._timeout_s, self._admit, self._most_unproven = secret, timeout_s, admit, most_unproven
         self._unproven: dict[asyncio.Task[None], str] = {}
         """With their sources."""
@@ -88,7 +88,7 @@ class Acceptor:
             self._refuse(connection, cause.refusal)
             return
         except asyncio.CancelledError:
-            self._refuse(connection, Refusal.HALF_OPEN)
+            self._refuse(connection, HandshakeRefusal.HALF_OPEN)
             raise
         self._prove()
         try:
@@ -110,7 +110,7 @@ class Acceptor:
         self._unproven.pop(task, None)
         self._proven.discard(task)
 
-    def _refuse(self, connection: socket.socket, refusal: Refusal) -> None:
+    def _refuse(self, connection: socket.socket, refusal: HandshakeRefusal) -> None:
         self.refused[refusal] += 1
         connection.close()
 

@@ -119,7 +119,7 @@ _PROOF_NBYTES = hashlib.sha256().digest_size
 ANSWER_NBYTES = _PURPOSE.size + NONCE_NBYTES + _PROOF_NBYTES
 
 
-class Refusal(enum.Enum):
+class HandshakeRefusal(enum.Enum):
     """Why a connection was not admitted."""
 
     JUNK = "junk"
@@ -135,7 +135,7 @@ class Refusal(enum.Enum):
 class HandshakeError(RuntimeError):
     """The other side did not prove itself."""
 
-    def __init__(self, refusal: Refusal, message: str) -> None:
+    def __init__(self, refusal: HandshakeRefusal, message: str) -> None:
         super().__init__(message)
         self.refusal = refusal
 
@@ -189,33 +189,33 @@ async def _connect(connection: socket.socket, secret: bytes, purpose: Purpose) -
     challenge = await receive_exactly(connection, _CHALLENGE.size)
     magic, version, _nonce = _CHALLENGE.unpack(challenge)
     if magic != _MAGIC:
-        raise HandshakeError(Refusal.JUNK, "something else answers at this address")
+        raise HandshakeError(HandshakeRefusal.JUNK, "something else answers at this address")
     if version != VERSION:
         raise HandshakeError(
-            Refusal.JUNK, f"the peer speaks version {version}, this side {VERSION}: install the same package"
+            HandshakeRefusal.JUNK, f"the peer speaks version {version}, this side {VERSION}: install the same package"
         )
     said = _PURPOSE.pack(*purpose) + secrets.token_bytes(NONCE_NBYTES)
     answer = said + _proof(secret, b"connecting", challenge + said)
     await loop.sock_sendall(connection, answer)
     proof = await receive_exactly(connection, _PROOF_NBYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"accepting", challenge + answer)):
-        raise HandshakeError(Refusal.WRONG_SECRET, "the peer does not know the job's secret")
+        raise HandshakeError(HandshakeRefusal.WRONG_SECRET, "the peer does not know the job's secret")
 
 
 async def _finish(handshake: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
     try:
         return await asyncio.wait_for(handshake, timeout_s)
     except asyncio.TimeoutError as cause:
-        raise HandshakeError(Refusal.HALF_OPEN, f"the handshake took longer than {timeout_s:g} s") from cause
+        raise HandshakeError(HandshakeRefusal.HALF_OPEN, f"the handshake took longer than {timeout_s:g} s") from cause
     except OSError as cause:
-        raise HandshakeError(Refusal.HALF_OPEN, f"the handshake was not finished: {cause}") from cause
+        raise HandshakeError(HandshakeRefusal.HALF_OPEN, f"the handshake was not finished: {cause}") from cause
 
 
 def _proof(secret: bytes, label: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secret, label + b":" + transcript, "sha256")
 
 
-def _why_wrong(purpose: Purpose) -> Refusal:
+def _why_wrong(purpose: Purpose) -> HandshakeRefusal:
     """Only for counting: bytes that make no sense were never meant as a handshake."""
     sensible = max(purpose.source, purpose.target) < 1 << 20 and purpose.lane < purpose.lanes
-    return Refusal.WRONG_SECRET if sensible else Refusal.JUNK
+    return HandshakeRefusal.WRONG_SECRET if sensible else HandshakeRefusal.JUNK

@@ -42,22 +42,22 @@ class ChannelClosedError(ChannelEndedError):
     """The other process has closed its end."""
 
 
-class Message(Protocol):
+class SidecarMessage(Protocol):
     """A frozen dataclass with a name."""
 
     name: ClassVar[str]
 
 
-Said = TypeVar("Said", bound=Message)
+Said = TypeVar("Said", bound=SidecarMessage)
 
 
-def packed(message: Message, along: Sequence[bytes] = ()) -> bytes:
+def packed(message: SidecarMessage, along: Sequence[bytes] = ()) -> bytes:
     """A message as it travels, with the bytes that go along."""
     body = encoded((message.name, message))
     return b"".join((_HEAD.pack(len(body), sum(map(len, along))), body, *along))
 
 
-def send(channel: socket.socket, message: Message, along: Sequence[bytes] = ()) -> None:
+def send(channel: socket.socket, message: SidecarMessage, along: Sequence[bytes] = ()) -> None:
     """Raises ChannelEndedError if the other process is gone, or does not take it within the channel's timeout."""
     try:
         channel.sendall(packed(message, along))
@@ -65,7 +65,7 @@ def send(channel: socket.socket, message: Message, along: Sequence[bytes] = ()) 
         raise ChannelEndedError(f"does not listen: {cause}") from cause
 
 
-class Messages(Generic[Said]):
+class SidecarMessages(Generic[Said]):
     """All kinds of messages of one channel, for the side that takes them in."""
 
     _ANY: Decoder[tuple[str, msgspec.Raw]] = Decoder(tuple[str, msgspec.Raw], _MOST_NBYTES)
@@ -106,7 +106,7 @@ class Messages(Generic[Said]):
 class Sidecar(ChildProcess):
     """A process beside a rank that serves a listener of the rank's, and the channel of messages to it."""
 
-    def __init__(self, module: str, listener: socket.socket, begin: Message, timeout_s: float) -> None:
+    def __init__(self, module: str, listener: socket.socket, begin: SidecarMessage, timeout_s: float) -> None:
         """Starts it, as ChildProcess says, with `begin` as its first message. `timeout_s`: of the channel."""
         super().__init__(module, socket.SOCK_STREAM)
         self.channel.settimeout(timeout_s)

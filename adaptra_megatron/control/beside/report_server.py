@@ -17,8 +17,8 @@ from adaptra_megatron.common.authentication.handshake import (
     JOB_NBYTES,
     SESSION_NBYTES,
     HandshakeError,
+    HandshakeRefusal,
     Purpose,
-    Refusal,
     tune_connection,
 )
 from adaptra_megatron.control.measurements import MOST_NBYTES
@@ -69,7 +69,7 @@ class ReportServer:
         """Take reports in until the connection ends. Raises HandshakeError for one that is meant for something else."""
         rank = purpose.source
         if rank not in self._reporters or purpose != purpose_of(self._place, rank, self._leader):
-            raise HandshakeError(Refusal.MISDIRECTED, "this takes in reports of other ranks")
+            raise HandshakeError(HandshakeRefusal.MISDIRECTED, "this takes in reports of other ranks")
         tune_connection(connection)
         reader, writer = await asyncio.open_connection(sock=connection)
         self._writers[rank] = writer

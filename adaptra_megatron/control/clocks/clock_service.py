@@ -24,8 +24,8 @@ from adaptra_megatron.common.authentication.handshake import (
     SESSION_NBYTES,
     ConnectionEndedError,
     HandshakeError,
+    HandshakeRefusal,
     Purpose,
-    Refusal,
     connect,
     receive_exactly,
     tune_connection,
@@ -213,7 +213,7 @@ class ClockServer:
     async def _answer(self, purpose: Purpose, connection: socket.socket) -> None:
         """Until the connection ends. Raises HandshakeError for one that is meant for something else."""
         if purpose != _PURPOSE:
-            raise HandshakeError(Refusal.MISDIRECTED, "this is a clock")
+            raise HandshakeError(HandshakeRefusal.MISDIRECTED, "this is a clock")
         loop = asyncio.get_running_loop()
         with connection, contextlib.suppress(OSError):
             tune_connection(connection)

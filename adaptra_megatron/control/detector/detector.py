@@ -95,7 +95,7 @@ _MIN_REPLICAS = 2
 _MIN_OTHERS = 3
 
 
-class Place(NamedTuple):
+class DetectorPlace(NamedTuple):
     """Where a series belongs."""
 
     pipeline: int
@@ -108,12 +108,12 @@ class Place(NamedTuple):
 
 
 def declare_slow_beside_peers(
-    settled: Mapping[Place, Series],
-    newly_settled: Iterable[Place],
+    settled: Mapping[DetectorPlace, Series],
+    newly_settled: Iterable[DetectorPlace],
     changes: ChangeSettings,
     iteration: int,
     action_s: float,
-) -> dict[Place, Change]:
+) -> dict[DetectorPlace, Change]:
     """Declare those of `newly_settled` slow that are far above the median of their peers.
 
     Peers are the same position of the other pipelines, or, where those are too few, the other positions that do the
@@ -123,7 +123,7 @@ def declare_slow_beside_peers(
     if not newly_settled:
         return {}
     levels_s = {place: series.window.level().value for place, series in settled.items()}
-    declared: dict[Place, Change] = {}
+    declared: dict[DetectorPlace, Change] = {}
     for place in newly_settled:
         alike = {other: level_s for other, level_s in levels_s.items() if other.sort == place.sort and other != place}
         peers = [level_s for other, level_s in alike.items() if other.position == place.position]
@@ -183,7 +183,7 @@ class Detector:
         self._iteration: int | None = None
         self._action_s = 0.0
         """The latest median over all kinds of actions of all stages, about."""
-        self._compared: set[Place] = set()
+        self._compared: set[DetectorPlace] = set()
         """Whose first level has been compared with their peers'."""
 
     def observe(self, sample: IterationSample) -> list[Finding]:
@@ -262,7 +262,9 @@ class Detector:
 
     def _compare_stages(self, iteration: int) -> list[Finding]:
         settled = {
-            Place(identity.pipeline, identity.stage, key, tracker.work[key[1]] if tracker.work else None): series
+            DetectorPlace(
+                identity.pipeline, identity.stage, key, tracker.work[key[1]] if tracker.work else None
+            ): series
             for identity, tracker in self._stages.items()
             for key, series in tracker.series.items()
             if series.settled
@@ -278,7 +280,7 @@ class Detector:
 
     def _compare_links(self, iteration: int) -> list[Finding]:
         settled = {
-            Place(identity.pipeline, (identity.source, identity.target), identity.path): tracker.series
+            DetectorPlace(identity.pipeline, (identity.source, identity.target), identity.path): tracker.series
             for identity, tracker in self._links.items()
             if tracker.series.settled
         }
@@ -289,8 +291,8 @@ class Detector:
         return findings
 
     def _compare(
-        self, settled: Mapping[Place, Series], changes: ChangeSettings, iteration: int
-    ) -> list[tuple[Place, Change]]:
+        self, settled: Mapping[DetectorPlace, Series], changes: ChangeSettings, iteration: int
+    ) -> list[tuple[DetectorPlace, Change]]:
         new = [place for place in settled if place not in self._compared]
         self._compared.update(new)
         return list(declare_slow_beside_peers(settled, new, changes, iteration, self._action_s).items())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from adaptra_megatron.control.detector.straggler_arrivals import Late
 
 
-class CauseKind(str, enum.Enum):
+class StragglerCauseKind(str, enum.Enum):
     """What a cause is about."""
 
     CPU = "cpu"
@@ -28,7 +28,7 @@ class CauseKind(str, enum.Enum):
     @property
     def helped_by_pinning(self) -> bool:
         """Return whether it helps to keep a rank's other processes away from its training threads."""
-        return self in (CauseKind.CPU, CauseKind.CPU_QUEUE, CauseKind.CPU_LIMIT)
+        return self in (StragglerCauseKind.CPU, StragglerCauseKind.CPU_QUEUE, StragglerCauseKind.CPU_LIMIT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class HostFigures:
     """Which GPU is slowed down, and why, in words."""
 
 
-class Cause(NamedTuple):
+class StragglerCause(NamedTuple):
     """What explains a lag."""
 
-    kind: CauseKind
+    kind: StragglerCauseKind
     text: str
     """Completes "replica 5 arrives last: "."""
     remedy: str
@@ -73,7 +73,7 @@ class Cause(NamedTuple):
 class _Rule:
     """A figure that explains a lag where it is at least `least`, and `apart` more than on most other hosts."""
 
-    kind: CauseKind
+    kind: StragglerCauseKind
     field: str
     least: float
     apart: float
@@ -85,7 +85,7 @@ class _Rule:
 
 _RULES = (
     _Rule(
-        CauseKind.CPU,
+        StragglerCauseKind.CPU,
         "others_cpu",
         0.3,
         0.2,
@@ -93,7 +93,7 @@ _RULES = (
         "end or move these, or give the job CPUs of its own",
     ),
     _Rule(
-        CauseKind.CPU_STOLEN,
+        StragglerCauseKind.CPU_STOLEN,
         "stolen",
         0.05,
         0.03,
@@ -101,7 +101,7 @@ _RULES = (
         "move to a host that is not overbooked",
     ),
     _Rule(
-        CauseKind.CPU_LIMIT,
+        StragglerCauseKind.CPU_LIMIT,
         "throttled",
         0.05,
         0.03,
@@ -109,7 +109,7 @@ _RULES = (
         "raise the limit",
     ),
     _Rule(
-        CauseKind.CPU_QUEUE,
+        StragglerCauseKind.CPU_QUEUE,
         "queued",
         0.25,
         0.15,
@@ -117,7 +117,7 @@ _RULES = (
         "start fewer data-loader workers or threads (OMP_NUM_THREADS), or give the job more CPUs",
     ),
     _Rule(
-        CauseKind.NETWORK,
+        StragglerCauseKind.NETWORK,
         "network",
         0.8,
         0.3,
@@ -125,7 +125,7 @@ _RULES = (
         "see what else uses it, or spread the job's traffic over more of them",
     ),
     _Rule(
-        CauseKind.NETWORK,
+        StragglerCauseKind.NETWORK,
         "network_errors_s",
         10.0,
         10.0,
@@ -134,7 +134,7 @@ _RULES = (
         times=3.0,
     ),
     _Rule(
-        CauseKind.MEMORY,
+        StragglerCauseKind.MEMORY,
         "memory_bytes_s",
         2e10,
         2e10,
@@ -149,20 +149,24 @@ _PART = 0.3
 """Part of a lag that waiting for data, or computing, must explain."""
 
 
-def explain(late: Late, own: HostFigures | None, others: Sequence[HostFigures]) -> list[Cause]:
+def explain(late: Late, own: HostFigures | None, others: Sequence[HostFigures]) -> list[StragglerCause]:
     """All that explains why `late` is, the likeliest first. `others`: of the same stage in replicas that are not late;
     what these show as well explains nothing."""
     found = []
     if late.data_s > _PART * late.lag_s:
         text = f"it waits {1e3 * late.data_s:.0f} ms of an iteration for its data loader"
-        found.append(Cause(CauseKind.DATA, text, "start more data-loader workers (--num-workers), or faster storage"))
+        found.append(
+            StragglerCause(
+                StragglerCauseKind.DATA, text, "start more data-loader workers (--num-workers), or faster storage"
+            )
+        )
     if own is not None:
         found += [cause for rule in _RULES if (cause := _cause(rule, own, others)) is not None]
         found += _gpu(own, others)
     if late.computes_s > _PART * late.lag_s:
         text = f"its stage {late.stage} computes {1e3 * late.computes_s:.0f} ms of an iteration longer than others'"
         remedy = "look at the clocks, the temperature and other work of its GPUs and CPUs" if not found else ""
-        found.append(Cause(CauseKind.COMPUTE, text, remedy))
+        found.append(StragglerCause(StragglerCauseKind.COMPUTE, text, remedy))
     return found
 
 
@@ -171,23 +175,27 @@ def _usual(others: Sequence[HostFigures], value: Callable[[HostFigures], float |
     return median(known) if known else None
 
 
-def _cause(rule: _Rule, own: HostFigures, others: Sequence[HostFigures]) -> Cause | None:
+def _cause(rule: _Rule, own: HostFigures, others: Sequence[HostFigures]) -> StragglerCause | None:
     value: float | None = getattr(own, rule.field)
     if value is None or value < rule.least:
         return None
     usual = _usual(others, lambda each: getattr(each, rule.field))
     if usual is not None and (value - usual < rule.apart or value < rule.times * usual):
         return None
-    return Cause(rule.kind, rule.text.format(value), rule.remedy)
+    return StragglerCause(rule.kind, rule.text.format(value), rule.remedy)
 
 
-def _gpu(own: HostFigures, others: Sequence[HostFigures]) -> list[Cause]:
+def _gpu(own: HostFigures, others: Sequence[HostFigures]) -> list[StragglerCause]:
     usual = _usual(others, lambda each: each.gpu_clock)
     slower = own.gpu_clock is not None and usual is not None and usual - own.gpu_clock > _SLOWER_CLOCK
     shared = [each for each in others if each.gpu_slowed]
     if own.gpu_slowed and (slower or 2 * len(shared) < len(others)):
-        return [Cause(CauseKind.GPU, own.gpu_slowed, "look at its cooling and power supply")]
+        return [StragglerCause(StragglerCauseKind.GPU, own.gpu_slowed, "look at its cooling and power supply")]
     if slower:
         text = f"the clock of a GPU of its host is at {own.gpu_clock:.0%} of its maximum, others' at {usual:.0%}"
-        return [Cause(CauseKind.GPU, text, "look at its application clocks (nvidia-smi -q -d CLOCK) and its cooling")]
+        return [
+            StragglerCause(
+                StragglerCauseKind.GPU, text, "look at its application clocks (nvidia-smi -q -d CLOCK) and its cooling"
+            )
+        ]
     return []

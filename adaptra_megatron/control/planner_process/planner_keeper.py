@@ -22,7 +22,7 @@ from adaptra_megatron.control.beside.beside_process import (
     log_lines,
     send,
 )
-from adaptra_megatron.control.decisions import Decision, Routing, TelemetrySection
+from adaptra_megatron.control.decisions import Decision, RoutingSection, TelemetrySection
 from adaptra_megatron.control.planner_process.planner_messages import (
     Begin,
     Decided,
@@ -116,7 +116,7 @@ class PlannerClient:
         if self._begin.routes is not None:
             self._begin = replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
 
-    def run(self, routing: Routing) -> None:
+    def run(self, routing: RoutingSection) -> None:
         """These routes run before anything is decided. To be called before the first decision."""
         self._routing = routing
 

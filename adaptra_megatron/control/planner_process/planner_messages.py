@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from adaptra_megatron.control.beside.beside_process import Line, Messages
+from adaptra_megatron.control.beside.beside_process import Line, SidecarMessages
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.order.plan_book import Layout
 from adaptra_megatron.control.path_decider import PathPolicy
@@ -94,5 +94,5 @@ class Decided:
 
 
 Message = Begin | Measured | Published | Waits | Decided
-_MESSAGES: Messages[Message] = Messages(Begin, Measured, Published, Waits, Decided)
+_MESSAGES: SidecarMessages[Message] = SidecarMessages(Begin, Measured, Published, Waits, Decided)
 receive, hear = _MESSAGES.receive, _MESSAGES.hear

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.reasons import Reason, joined, reason_fields, reason_text
-from adaptra_megatron.control.deciders import Context, Telemetry
-from adaptra_megatron.control.decisions import Forecast, Moved, Routing
+from adaptra_megatron.control.deciders import Context, DecisionTelemetry
+from adaptra_megatron.control.decisions import Forecast, Moved, RoutingSection
 from adaptra_megatron.control.detector.link_findings import Estimates
 from adaptra_megatron.control.detector.samples import IterationSample, LinkId, StageId
 from adaptra_megatron.control.measurements import StageMeasurement
@@ -133,7 +133,9 @@ class RoutePolicy:
 class RouteDecider:
     """Follows the speed of every cell. Comes before the order is decided on, which counts where nothing is routed."""
 
-    def __init__(self, policy: RoutePolicy, stages: int, telemetry: Telemetry, running: Routing | None = None) -> None:
+    def __init__(
+        self, policy: RoutePolicy, stages: int, telemetry: DecisionTelemetry, running: RoutingSection | None = None
+    ) -> None:
         """`running`: what was decided before; None: nothing."""
         self._policy, self._telemetry = policy, telemetry
         self._count = 0 if running is None else running.number
@@ -154,7 +156,7 @@ class RouteDecider:
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
         """Estimates tell all that counts."""
 
-    def decide(self, context: Context) -> Routing | None:
+    def decide(self, context: Context) -> RoutingSection | None:
         """New routes, where they are worth a switch; where there are none, how slow the replicas are."""
         context.routed = self._present is not None
         if context.costs is None:
@@ -170,11 +172,11 @@ class RouteDecider:
         if self._present is not None or not any(_differ(*each) for each in zip(found, told, strict=True)):
             return None
         self._slowness = found
-        return Routing(0, context.micro_batches, slowness=found)
+        return RoutingSection(0, context.micro_batches, slowness=found)
 
     def _routes(
         self, context: Context, known: Costs, tables: Sequence[Tables], seconds: Mapping[Cell, float]
-    ) -> Routing | None:
+    ) -> RoutingSection | None:
         if self._refused:
             return None
         slow = stragglers(self._speeds, self._policy.pinned)
@@ -207,7 +209,9 @@ class RouteDecider:
         before = self._planned_for
         return not before or any(_differ(seconds[cell], before[cell]) for cell in seconds)
 
-    def _adopt(self, context: Context, plan: RoutedPlan, slow: Mapping[Cell, float], costs: Costs) -> Routing | None:
+    def _adopt(
+        self, context: Context, plan: RoutedPlan, slow: Mapping[Cell, float], costs: Costs
+    ) -> RoutingSection | None:
         if plan.kept:
             return None
         moved = moved_by(plan.routing)
@@ -218,9 +222,9 @@ class RouteDecider:
         self._gain_s = None if plan.present_s is None else plan.present_s - plan.simulation.period_s
         reason = in_words(slow, moved, plan.routing.micro_batches)
         announce(self._telemetry, context, plan, plan.present_s, reason, slow, self._speeds)
-        return Routing(self._count, plan.routing.micro_batches, moved, cell_orders(plan.simulation, costs))
+        return RoutingSection(self._count, plan.routing.micro_batches, moved, cell_orders(plan.simulation, costs))
 
-    def _go_home(self, context: Context) -> Routing | None:
+    def _go_home(self, context: Context) -> RoutingSection | None:
         if self._present is None:
             return None
         micro_batches, self._present, context.routed = self._present.micro_batches, None, False
@@ -229,11 +233,11 @@ class RouteDecider:
         context.change([reason])
         logger.debug("%s", reason)
         self._telemetry.log(RoutesChosen(number=context.number + 1, reason=reason))
-        return Routing(0, micro_batches)
+        return RoutingSection(0, micro_batches)
 
 
 def announce(
-    telemetry: Telemetry,
+    telemetry: DecisionTelemetry,
     context: Context,
     plan: RoutedPlan,
     present_s: float | None,
@@ -299,7 +303,9 @@ class LiveCellDecider:
     the set of live cells began stays.
     """
 
-    def __init__(self, policy: RoutePolicy, stages: int, telemetry: Telemetry, running: Routing | None) -> None:
+    def __init__(
+        self, policy: RoutePolicy, stages: int, telemetry: DecisionTelemetry, running: RoutingSection | None
+    ) -> None:
         """`running`: what was decided before, or planned when the set of live cells began; None: it is not known."""
         self._policy, self._telemetry = policy, telemetry
         self._count = 0 if running is None else running.number
@@ -317,7 +323,7 @@ class LiveCellDecider:
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
         """Estimates tell all that counts."""
 
-    def decide(self, context: Context) -> Routing | None:
+    def decide(self, context: Context) -> RoutingSection | None:
         """New routes and orders, where they are worth a switch."""
         context.routed = True
         if context.costs is None or context.costs.chunks > 1:
@@ -357,7 +363,7 @@ class LiveCellDecider:
             found += [change for change in changes if change is not None][:1]
         return joined([*found, *context.reasons])
 
-    def _plan(self, context: Context, costs: RoutedCosts, reason: Reason) -> Routing | None:
+    def _plan(self, context: Context, costs: RoutedCosts, reason: Reason) -> RoutingSection | None:
         runs = None
         if self._present is not None and self._present.routing.micro_batches == context.micro_batches:
             runs = simulate_routed(self._present, costs)
@@ -373,7 +379,7 @@ class LiveCellDecider:
         slow = stragglers(self._speeds) if self._policy.avoids_slow else {}
         announce(self._telemetry, context, plan, present_s, reason, slow, self._speeds)
         orders = cell_orders(plan.simulation, costs.replicas[0])
-        return Routing(self._count, context.micro_batches, moved_by(plan.routing), orders)
+        return RoutingSection(self._count, context.micro_batches, moved_by(plan.routing), orders)
 
 
 def _pays(plan: RoutedPlan, runs: RoutedSimulation, costs: RoutedCosts) -> bool:

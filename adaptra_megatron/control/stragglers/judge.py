@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.control.detector.straggler_arrivals import WINDOW, Late, Row, Stragglers
-from adaptra_megatron.control.detector.straggler_causes import Cause, HostFigures, explain
-from adaptra_megatron.control.stragglers.straggler_reports import MOST_ROWS, LateCell, Reports, Verdict
+from adaptra_megatron.control.detector.straggler_causes import HostFigures, StragglerCause, explain
+from adaptra_megatron.control.stragglers.straggler_reports import MOST_ROWS, LateCell, Reports, StragglerVerdict
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
 
 logger = logger_of(__name__)
@@ -35,7 +35,7 @@ class StragglerDetector:
         self._open: dict[int, dict[Cell, Row]] = defaultdict(dict)
         self._judged, self._count = -1, 0
         """The latest iteration that was judged, and how many were since the last event of all arrivals."""
-        self._causes: dict[int, dict[str, tuple[Cause, int]]] = {}
+        self._causes: dict[int, dict[str, tuple[StragglerCause, int]]] = {}
         """By late replica and kind: the cause, and the look in which it showed last."""
         self._untold: dict[int, tuple[int, Late]] = {}
         """By late replica: the look in which it was found, and how late it was then, until that is logged."""
@@ -43,7 +43,7 @@ class StragglerDetector:
         self._seen_s = float("-inf")
         self._said_missing = False
 
-    def look(self, reports: Reports, now_s: float) -> Verdict:
+    def look(self, reports: Reports, now_s: float) -> StragglerVerdict:
         """Take in what all cells report; `now_s`: seconds of any clock that runs on."""
         self._looks += 1
         found: list[Late] = []
@@ -69,7 +69,7 @@ class StragglerDetector:
             LateCell(cell=Cell(replica, each.stage), cpu=self._cpu(each), told=replica not in self._untold)
             for replica, each in late.items()
         )
-        return Verdict(late=tuple(cells), lags_s=tuple(map(tuple, lags_s)))
+        return StragglerVerdict(late=tuple(cells), lags_s=tuple(map(tuple, lags_s)))
 
     def finish(self) -> None:
         """Log what has not been logged yet: findings whose cause is still looked for, and how all cells arrive."""

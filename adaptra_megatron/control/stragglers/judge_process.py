@@ -21,7 +21,7 @@ from adaptra_megatron.control.stragglers.straggler_reports import (
     Finish,
     JudgeBegin,
     StragglerServiceReply,
-    Verdict,
+    StragglerVerdict,
     report_of,
 )
 
@@ -50,7 +50,7 @@ class JudgeProcess:
         self._finished.set()
 
     async def _look(self) -> None:
-        backoff, verdict = self._pace.backoff(), Verdict()
+        backoff, verdict = self._pace.backoff(), StragglerVerdict()
         while not self._finished.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 pause_s = self._pace.pause_s(backoff.next_s(), self._iteration_s(), verdict.late)

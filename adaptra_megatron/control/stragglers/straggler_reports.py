@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.control.beside.beside_process import Line, Messages
+from adaptra_megatron.control.beside.beside_process import Line, SidecarMessages
 from adaptra_megatron.control.detector.straggler_arrivals import Row
 from adaptra_megatron.control.detector.straggler_causes import HostFigures
 from adaptra_megatron.control.wire_format import Decoder
@@ -52,7 +52,7 @@ Lags = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class StragglerVerdict:
     """What is found now."""
 
     late: tuple[LateCell, ...] = ()
@@ -70,7 +70,7 @@ _ITERATIONS, _LONGEST_S = 4, 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class ReportPace:
     """Seconds between two looks: at first, and later, when they are half as long again each time."""
 
     first_s: float
@@ -97,7 +97,7 @@ class JudgeBegin:
     """Place of the reports in the job's store."""
     cells: tuple[tuple[Cell, int, str], ...]
     """All cells: the rank that reports for each, and its host."""
-    pace: Pace
+    pace: ReportPace
     log_level: int
 
 
@@ -113,12 +113,12 @@ class StragglerServiceReply:
     """From the judge's process: what is found now, and what there is to be said."""
 
     name: ClassVar[str] = "judged"
-    verdict: Verdict
+    verdict: StragglerVerdict
     lines: tuple[Line, ...]
     events: tuple[str, ...]
     """Lines of an event log; their stamps are not used."""
     last: bool = False
 
 
-TO_JUDGE: Messages[JudgeBegin | Finish] = Messages(JudgeBegin, Finish)
-FROM_JUDGE: Messages[StragglerServiceReply] = Messages(StragglerServiceReply)
+TO_JUDGE: SidecarMessages[JudgeBegin | Finish] = SidecarMessages(JudgeBegin, Finish)
+FROM_JUDGE: SidecarMessages[StragglerServiceReply] = SidecarMessages(StragglerServiceReply)

@@ -41,9 +41,9 @@ from adaptra_megatron.control.stragglers.straggler_reports import (
     Finish,
     JudgeBegin,
     LateCell,
-    Pace,
+    ReportPace,
     StragglerServiceReply,
-    Verdict,
+    StragglerVerdict,
     lags_of,
     late_of,
 )
@@ -65,7 +65,7 @@ class StragglerServiceClient:
         control: ControlStore,
         place: str,
         layout: JobLayout,
-        pace: Pace,
+        pace: ReportPace,
         listener: socket.socket,
         log: Callable[[Event], None],
     ) -> None:
@@ -87,7 +87,7 @@ class StragglerServiceClient:
             module = "adaptra_megatron.control.stragglers.judge_process"
             self._process = Sidecar(module, listener, begin, _PATIENCE_S)
 
-    def latest(self) -> Verdict | None:
+    def latest(self) -> StragglerVerdict | None:
         """What has been found since the last call, whose lines and events are logged; None if it has not looked.
 
         Never waits for a look. Raises ChannelEndedError if the process has ended.
@@ -133,7 +133,7 @@ _END_S = 2.0
 """Longest wait for the thread at the end."""
 
 
-class Telemetry(Protocol):
+class StragglerTelemetry(Protocol):
     """What this needs of RunTelemetry."""
 
     def log(self, event: Event) -> None:
@@ -150,7 +150,7 @@ class StragglerWatch:
         self,
         layout: JobLayout,
         control: ControlStore,
-        telemetry: Telemetry,
+        telemetry: StragglerTelemetry,
         host_policy: str,
         listen: Callable[[], socket.socket],
         sampler: Callable[[], HostSampler] = HostSampler,
@@ -167,7 +167,7 @@ class StragglerWatch:
         self._make_sampler = sampler
         self._sampler: HostSampler | None = None
         """While a cell of this rank's stage is late."""
-        self._pace = Pace(first_s=FIRST_S, most_s=max(LEAST_S, PER_CELL_S * len(layout.cells)))
+        self._pace = ReportPace(first_s=FIRST_S, most_s=max(LEAST_S, PER_CELL_S * len(layout.cells)))
         self._added: deque[tuple[float, Row]] = deque(maxlen=MOST_ROWS)
         """With the moment at which each was added."""
         self._reported_s = time.monotonic()
@@ -276,9 +276,9 @@ class _Judge:
         layout: JobLayout,
         control: ControlStore,
         store: SealedStore,
-        pace: Pace,
+        pace: ReportPace,
         listener: socket.socket,
-        telemetry: Telemetry,
+        telemetry: StragglerTelemetry,
     ) -> None:
         self._store, self._telemetry = store, telemetry
         place = control.seal(PLACE).place

@@ -36,7 +36,7 @@ Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankEnding:
     """How one rank's process ended."""
 
     local_rank: Natural
@@ -74,17 +74,17 @@ class HostReport:
     nproc: Natural
     """Ranks of this host."""
     beat: Natural = 0
-    endings: tuple[Ending, ...] = ()
+    endings: tuple[RankEnding, ...] = ()
     """In the order in which they were seen: see `with_endings`."""
     leaving: str = ""
     """Why the launcher ends its ranks of its own accord; empty while it does not."""
     left: bool = False
     """Its ranks have ended, and this is its last report."""
 
-    def with_endings(self, endings: Iterable[Ending]) -> HostReport:
+    def with_endings(self, endings: Iterable[RankEnding]) -> HostReport:
         """With more of them. Each rank's latest are kept, the very latest with their details: however often ranks are
         started again, the report remains below `_MOST_NBYTES`."""
-        kept: list[Ending] = []
+        kept: list[RankEnding] = []
         count: Counter[int] = Counter()
         for each in reversed((*self.endings, *endings)):
             count[each.local_rank] += 1
@@ -103,7 +103,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """End of the job."""
 
     failed: bool
@@ -115,7 +115,7 @@ class JobState:
     """What the coordinator says to all launchers."""
 
     beat: Natural
-    outcome: Outcome | None
+    outcome: LaunchOutcome | None
     """None while the job runs: once there is one, launchers end their ranks."""
     lost: tuple[Natural, ...]
     """Node ranks whose hosts were silent and count as dead: should one of them be alive, it ends its ranks."""

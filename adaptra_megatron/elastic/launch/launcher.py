@@ -18,8 +18,8 @@ from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.elastic.launch.endpoint import NO_NEWCOMERS
 from adaptra_megatron.elastic.launch.launch_arguments import LaunchSettings
-from adaptra_megatron.elastic.launch.launch_messages import Ending, HostReport, Silence
-from adaptra_megatron.elastic.launch.launcher_link import Link, View
+from adaptra_megatron.elastic.launch.launch_messages import HostReport, RankEnding, Silence
+from adaptra_megatron.elastic.launch.launcher_link import LauncherLink, View
 from adaptra_megatron.elastic.launch.workers import POLL_S, Workers
 
 # When a rank that has failed is started again: pauses that grow, and failures that are forgotten. Pure bookkeeping.
@@ -72,7 +72,7 @@ _SIGNALLED = 128
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LauncherVerdict:
     """End of a launcher."""
 
     exit_code: int
@@ -95,15 +95,15 @@ class Launcher:
         """By local rank, once they run."""
         self._report = HostReport(socket.gethostname(), settings.config.nproc_per_node)
         self._silence = Silence(time.monotonic())
-        self._link: Link
+        self._link: LauncherLink
 
-    def run(self) -> Verdict:
+    def run(self) -> LauncherVerdict:
         """Start ranks, watch them, end them."""
         settings = self._settings
         names = (each.name for each in settings.signals)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)  # for torch, and ranks inherit it
         with self._handled_signals():
-            self._link = Link(
+            self._link = LauncherLink(
                 settings.endpoint,
                 settings.config.run_id,
                 settings.nodes,
@@ -118,7 +118,7 @@ class Launcher:
                     self._workers.end(signal.SIGKILL, 0.0, lambda: True)
                     self._workers.close()
 
-    def _watch(self) -> Verdict:
+    def _watch(self) -> LauncherVerdict:
         while True:
             self._link.changed.clear()
             view = self._link.view
@@ -138,7 +138,7 @@ class Launcher:
                 self._workers.kill({rank - first: start for rank, start in view.state.stalled.items()})
             self._link.changed.wait(POLL_S)
 
-    def _plan_restarts(self, endings: Sequence[Ending], view: View) -> None:
+    def _plan_restarts(self, endings: Sequence[RankEnding], view: View) -> None:
         """Have ranks that have failed started again, whose processes take their places in the job where it goes on."""
         most = self._settings.config.max_restarts
         for ending in endings:
@@ -175,7 +175,7 @@ class Launcher:
                 except OSError as cause:
                     self._plan_restart(local_rank, f"cannot be started: {cause}", trained=False)
 
-    def _start(self, view: View) -> Verdict | None:
+    def _start(self, view: View) -> LauncherVerdict | None:
         assert view.start is not None
         assert view.node_rank is not None
         settings = self._settings
@@ -195,47 +195,49 @@ class Launcher:
             self._signals.append(cause.sigval)
         except OSError as cause:
             text = f"cannot start its ranks: {cause}"
-            return Verdict(1, text, leaving=text)
+            return LauncherVerdict(1, text, leaving=text)
         finally:
             self._handle_signals()  # in place of torch's, which raise
         most, now_s = settings.config.max_restarts, time.monotonic()
         self._restarts = [Restarts(most, now_s) for _ in range(settings.config.nproc_per_node)]
         return None
 
-    def _signalled(self) -> Verdict | None:
+    def _signalled(self) -> LauncherVerdict | None:
         if not self._signals:
             return None
         number = self._signals[0]
         text = f"received {number.name}"
-        return Verdict(_SIGNALLED + number, text, number, text)
+        return LauncherVerdict(_SIGNALLED + number, text, number, text)
 
-    def _judged(self, view: View) -> Verdict | None:
+    def _judged(self, view: View) -> LauncherVerdict | None:
         """What the coordinator says, or its silence."""
         if view.error:
-            return Verdict(1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error)
+            return LauncherVerdict(
+                1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error
+            )
         if view.node_rank is None:
             return None
         silent_s = self._silence.observe(view.state and view.state.beat, time.monotonic())
         timeout_s = self._settings.policy.heartbeat_timeout_s
         if silent_s > timeout_s:
-            return Verdict(1, self._without_coordinator(f"it has been silent for {silent_s:.1f} s"))
+            return LauncherVerdict(1, self._without_coordinator(f"it has been silent for {silent_s:.1f} s"))
         if view.state is None:
             return None
         if view.node_rank in view.state.lost and view.turn == view.state.turns.get(view.node_rank, 0):
-            return Verdict(
+            return LauncherVerdict(
                 1,
                 f"the coordinator has had no report of this host (node rank {view.node_rank}) for more than "
                 f"{timeout_s:g} s and counts its ranks as dead, so they have been ended; see whether this host, its "
                 "launcher or the network between them stood still",
             )
         if view.state.turns.get(view.node_rank, 0) > view.turn:
-            return Verdict(
+            return LauncherVerdict(
                 1,
                 f"this host (node rank {view.node_rank}) counted as dead, and another has taken its place meanwhile, "
                 "so its ranks have been ended; see why this host, its launcher or the network between them stood still",
             )
         outcome = view.state.outcome
-        return None if outcome is None else Verdict(int(outcome.failed), outcome.text)
+        return None if outcome is None else LauncherVerdict(int(outcome.failed), outcome.text)
 
     def _without_coordinator(self, why: str) -> str:
         return (
@@ -244,7 +246,7 @@ class Launcher:
             "host and the output of its launcher, then start the job again from its last checkpoint"
         )
 
-    def _leave(self, verdict: Verdict) -> Verdict:
+    def _leave(self, verdict: LauncherVerdict) -> LauncherVerdict:
         """End the ranks, and tell the coordinator that they have."""
         patience_s = self._settings.shutdown_timeout_s
         report = replace(self._report, leaving=verdict.leaving)

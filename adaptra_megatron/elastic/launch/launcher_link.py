@@ -133,7 +133,7 @@ class View:
     """Why the link is down for good."""
 
 
-class Link:
+class LauncherLink:
     """One launcher's link. `view` and `say` are for the thread that made it."""
 
     def __init__(

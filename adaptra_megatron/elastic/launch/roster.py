@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from adaptra_megatron.common.job.membership import Departure, Membership, Readiness, Stalled
-from adaptra_megatron.elastic.launch.launch_messages import Ending, HostReport, Outcome, Silence, Start
+from adaptra_megatron.elastic.launch.launch_messages import HostReport, LaunchOutcome, RankEnding, Silence, Start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Roster:
         """Known once all hosts have come."""
         self.membership: Membership | None = None
         """Membership of the present epoch, with the start."""
-        self.outcome: Outcome | None = None
+        self.outcome: LaunchOutcome | None = None
         self.hosts: dict[int, HostReport] = {}
         """Last reports, by node rank."""
         self.lost: dict[int, str] = {}
@@ -123,10 +123,10 @@ class Roster:
         """True once no host is waited for any more."""
         return all(node in self.lost or report.left for node, report in self.hosts.items())
 
-    def _begin(self, now_s: float, time_s: float) -> Outcome | None:
+    def _begin(self, now_s: float, time_s: float) -> LaunchOutcome | None:
         for node, report in self.hosts.items():
             if cause := self.lost.get(node) or _departing(node, report):
-                return Outcome(True, f"{cause}, before all hosts had come")
+                return LaunchOutcome(True, f"{cause}, before all hosts had come")
         missing = [node for node in range(self._nodes) if node not in self.hosts]
         waited_s = now_s - self._begun_s
         if missing:
@@ -134,23 +134,25 @@ class Roster:
                 return None
             nodes = ", ".join(map(str, missing))
             text = f"{len(missing)} of {self._nodes} hosts (node ranks {nodes}) have not come within {waited_s:.0f} s: "
-            return Outcome(True, text + "see whether their launchers run, with the same endpoint, run id and --nnodes")
+            return LaunchOutcome(
+                True, text + "see whether their launchers run, with the same endpoint, run id and --nnodes"
+            )
         sizes = [self.hosts[node].nproc for node in range(self._nodes)]
         world_size = sum(sizes)
         if world_size < self._policy.min_ranks:
-            return Outcome(True, f"--min-ranks is {self._policy.min_ranks}, but the job has {world_size} ranks")
+            return LaunchOutcome(True, f"--min-ranks is {self._policy.min_ranks}, but the job has {world_size} ranks")
         self.start = Start(tuple(sum(sizes[:node]) for node in range(self._nodes)), world_size)
         self.membership = Membership(0, world_size, time_s, ())
         return None
 
-    def _go_on(self, time_s: float) -> Outcome | None:
+    def _go_on(self, time_s: float) -> LaunchOutcome | None:
         assert self.membership is not None
         for node, report in self.hosts.items():
             if (cause := _departing(node, report)) and (node == 0 or not self._policy.no_kill):
-                return Outcome(True, f"{cause}, so all ranks have been ended")
+                return LaunchOutcome(True, f"{cause}, so all ranks have been ended")
         departed = sorted(self._departures(time_s), key=lambda each: each.at_s)
         if departed and not self._policy.no_kill:
-            return Outcome(True, self._failures(departed))
+            return LaunchOutcome(True, self._failures(departed))
         if departed:
             self._note_unfinished(departed)
             self.membership = self.membership.without(departed, time_s)
@@ -160,11 +162,11 @@ class Roster:
         live, arrived = self.membership.live, self.membership.arrived
         if len(live) < self._policy.min_ranks:
             text = f"{len(live)} ranks are left, fewer than the {self._policy.min_ranks} that the job goes on with"
-            return Outcome(True, f"{text} (--min-ranks): {self._failures(self.membership.left)}")
+            return LaunchOutcome(True, f"{text} (--min-ranks): {self._failures(self.membership.left)}")
         training = set(live).difference(each.rank for each in arrived if not self.trains(each.rank))
         return None if training - self._finished().keys() else self._end(training)
 
-    def _end(self, training: set[int]) -> Outcome:
+    def _end(self, training: set[int]) -> LaunchOutcome:
         """No rank runs that trains: all in `training` have ended with status 0."""
         assert self.membership is not None
         away = [self.membership.departure(rank) for rank in range(self.membership.world_size) if rank not in training]
@@ -172,12 +174,14 @@ class Roster:
         if not training:
             waiting = ", ".join(map(str, self.membership.live))
             text = f"no rank is left that trained, so ranks {waiting}, started again, cannot be admitted any more"
-            return Outcome(True, f"{text}: {self._failures(away)}")
+            return LaunchOutcome(True, f"{text}: {self._failures(away)}")
         if self._unfinished:
             done = ", ".join(map(str, sorted(training)))
             text = f"ranks {done} ended with status 0, but others failed after the first of them had"
-            return Outcome(True, f"{text}: {self._failures(self._unfinished)}")
-        return Outcome(False, f"ended well, but without {len(away)} ranks: {self._failures(away)}" if away else "")
+            return LaunchOutcome(True, f"{text}: {self._failures(self._unfinished)}")
+        return LaunchOutcome(
+            False, f"ended well, but without {len(away)} ranks: {self._failures(away)}" if away else ""
+        )
 
     def _note_unfinished(self, departed: list[Departure]) -> None:
         """Look at departures that the membership does not tell of yet."""
@@ -191,7 +195,7 @@ class Roster:
         assert self.membership is not None
         epoch, live, starts = self.membership.epoch + 1, set(self.membership.live), self.starts
         for node, report in self.hosts.items():
-            ended: dict[int, Ending] = {}
+            ended: dict[int, RankEnding] = {}
             for each in report.endings:  # one of a later start says as much, should that of this one not be kept
                 if each.start >= starts.get(self._rank(node, each.local_rank), 0):
                     ended.setdefault(each.local_rank, each)
@@ -243,5 +247,5 @@ def _departing(node: int, report: HostReport) -> str:
     return f"the launcher of host {report.host} (node rank {node}) {report.leaving}" if report.leaving else ""
 
 
-def _details(ending: Ending, report: HostReport) -> str:
+def _details(ending: RankEnding, report: HostReport) -> str:
     return f"\n  local rank {ending.local_rank} of {report.host}, process {ending.process_id}\n{ending.details}"

@@ -25,7 +25,7 @@ from adaptra_megatron.common.job.membership import START_VARIABLE
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.elastic.launch import tied_process
 from adaptra_megatron.elastic.launch.endpoint import Endpoint
-from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, Ending, Start
+from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, RankEnding, Start
 
 # A sidecar process of the launcher that ends just after it: what ranks have started ends with them.
 # Linux kills the ranks when the launcher ends, however it ends (`tied_process`), but not the processes of a rank's
@@ -141,7 +141,7 @@ class Workers:
         """Local ranks that run."""
         return list(self._running)
 
-    def poll(self) -> list[Ending]:
+    def poll(self) -> list[RankEnding]:
         """Ranks that have ended since the last call. What they started, and left in their group, is killed."""
         endings = []
         for local_rank, process_id in list(self._running.items()):
@@ -153,7 +153,7 @@ class Workers:
             del self._running[local_rank]
             details = self._details(local_rank, process_id, exit_code) if exit_code else ""
             start = self._starts[local_rank]
-            endings.append(Ending(local_rank, process_id, exit_code, time.time(), details, start=start))
+            endings.append(RankEnding(local_rank, process_id, exit_code, time.time(), details, start=start))
         return endings
 
     def start_again(self, local_rank: int) -> None:
@@ -181,7 +181,7 @@ class Workers:
         self._running[local_rank] = handler.proc.pid
         self._guard.watch(handler.proc.pid)
 
-    def end(self, number: signal.Signals, patience_s: float, hurry: Callable[[], bool]) -> list[Ending]:
+    def end(self, number: signal.Signals, patience_s: float, hurry: Callable[[], bool]) -> list[RankEnding]:
         """Send a signal to all that run; kill those that have not ended after `patience_s`, or once `hurry` says so.
 
         Returns their ends; not that of a process that the kernel does not end, which is logged.
@@ -219,7 +219,7 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process_id, number)
 
-    def _await(self, patience_s: float, hurry: Callable[[], bool]) -> list[Ending]:
+    def _await(self, patience_s: float, hurry: Callable[[], bool]) -> list[RankEnding]:
         deadline_s = time.monotonic() + patience_s
         endings = self.poll()
         while self._running and time.monotonic() < deadline_s and not hurry():

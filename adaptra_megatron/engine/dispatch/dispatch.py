@@ -35,9 +35,9 @@ from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.engine.dispatch.online_order import OnlineOrder
 from adaptra_megatron.engine.execution.executor import Steps
 from adaptra_megatron.engine.execution.inbox import Inbox
-from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
 from adaptra_megatron.transport.gpu.training_device import current_device
 from adaptra_megatron.transport.link_paths import Path
@@ -251,7 +251,9 @@ class Dispatcher:
         order = OnlineOrder(program, cap, released_at_backward_input)
         return lambda inbox: self._lead(_ONLINE, self._decide(order, _peers(program), inbox), team)
 
-    def ran(self, steps: Sequence[Step], records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord]) -> None:
+    def ran(
+        self, steps: Sequence[ProgramStep], records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord]
+    ) -> None:
         """Call after each training iteration with what it ran, and with what came and when."""
         if self._mode == "planned" or not records:  # a cell that others relieve of all its work has none
             return
@@ -310,7 +312,7 @@ class Dispatcher:
     def _sees(self, peers: Sequence[int]) -> bool:
         return all(self._transport.can_poll(self._ranks[peer]) for peer in peers)
 
-    def _decide(self, order: OnlineOrder, peers: Sequence[int], inbox: Inbox) -> Iterator[Step]:
+    def _decide(self, order: OnlineOrder, peers: Sequence[int], inbox: Inbox) -> Iterator[ProgramStep]:
         while not order.finished:
             self._pace.catch_up(time.monotonic() + self._timeout_s)
             step = self._next(order, inbox) if self._sees(peers) else order.planned()
@@ -321,7 +323,7 @@ class Dispatcher:
             yield step
             self._pace.launched()
 
-    def _next(self, order: OnlineOrder, inbox: Inbox) -> Step:
+    def _next(self, order: OnlineOrder, inbox: Inbox) -> ProgramStep:
         """What can run now, or as soon as something has arrived."""
         planned = order.planned()
         if planned.receive is not None and planned in order.candidates():
@@ -330,7 +332,7 @@ class Dispatcher:
             inbox.wait_any([candidate.receive for candidate in order.candidates() if candidate.receive is not None])
         return step
 
-    def _wait_a_little(self, message: Message, inbox: Inbox) -> None:
+    def _wait_a_little(self, message: OrderedMessage, inbox: Inbox) -> None:
         """For what the plan has next: while the device has work anyway, and then for the patience."""
         deadline_s = time.monotonic() + self._timeout_s
         while self._pace.busy and time.monotonic() < deadline_s:
@@ -338,7 +340,7 @@ class Dispatcher:
                 return
         inbox.wait_any([message], self._patience_s)
 
-    def _lead(self, mode: int, steps: Iterator[Step], team: StageTeam | None) -> Iterator[Step]:
+    def _lead(self, mode: int, steps: Iterator[ProgramStep], team: StageTeam | None) -> Iterator[ProgramStep]:
         if team is None:
             yield from steps
             return
@@ -348,7 +350,7 @@ class Dispatcher:
                 team.publish(step.position)
             yield step
 
-    def _follow(self, program: Program, team: StageTeam) -> Iterator[Step]:
+    def _follow(self, program: Program, team: StageTeam) -> Iterator[ProgramStep]:
         if team.follow() == _PLANNED:
             yield from program.steps
             return
@@ -382,7 +384,7 @@ def _peers(program: Program) -> Sequence[int]:
     return sorted({message.source for message in program.receives})
 
 
-def count_moved(steps: Sequence[Step]) -> int:
+def count_moved(steps: Sequence[ProgramStep]) -> int:
     """Steps that ran before one that the plan has before them."""
     moved, least = 0, len(steps)
     for step in reversed(steps):

@@ -26,9 +26,9 @@ import bisect
 from collections import deque
 from collections.abc import Callable
 
-from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.schedule.ir import Kind
-from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage
 
 _ROUNDING = 1e-9
 """Released fractions of an activation are not exact in binary."""
@@ -54,7 +54,7 @@ class OnlineOrder:
             for step in program.steps
             if step.action.kind is Kind.BACKWARD_WEIGHT
         }
-        self._weights_due: list[Step] = []
+        self._weights_due: list[ProgramStep] = []
         """In the plan's order."""
         self._done = [False] * len(program.steps)
         self._planned = 0
@@ -67,14 +67,14 @@ class OnlineOrder:
         """Return whether all has run."""
         return self._planned == len(self._done)
 
-    def candidates(self) -> list[Step]:
+    def candidates(self) -> list[ProgramStep]:
         """What may run as soon as its message is here, the most urgent first; weight gradients, which need none, not.
 
         Where this is empty and something is left, a weight gradient is due.
         """
         return [sequence[0] for sequence in self._sequences if sequence and self._may_run(sequence[0])]
 
-    def next(self, ready: Callable[[Message], bool]) -> Step | None:
+    def next(self, ready: Callable[[OrderedMessage], bool]) -> ProgramStep | None:
         """What to run now; None if it has to be waited for: for the message of any of the candidates.
 
         `ready`: whether a message has arrived.
@@ -88,11 +88,11 @@ class OnlineOrder:
         # Gradients of a chunk are summed in micro-batch order: a whole backward may not overtake those that are due.
         return due if not able or self._overtakes(able[0]) else able[0]
 
-    def planned(self) -> Step:
+    def planned(self) -> ProgramStep:
         """What comes first in the plan of all that has not run: what to wait for where arrivals cannot be seen."""
         return self._program.steps[self._planned]
 
-    def take(self, step: Step) -> None:
+    def take(self, step: ProgramStep) -> None:
         """`step`, one of those above, runs now."""
         action = step.action
         if action.kind is Kind.BACKWARD_WEIGHT:
@@ -104,7 +104,7 @@ class OnlineOrder:
         while self._planned < len(self._done) and self._done[self._planned]:
             self._planned += 1
 
-    def _take_from_sequence(self, step: Step) -> None:
+    def _take_from_sequence(self, step: ProgramStep) -> None:
         action = step.action
         (sequence,) = (sequence for sequence in self._sequences if sequence and sequence[0] is step)
         sequence.popleft()
@@ -119,7 +119,7 @@ class OnlineOrder:
             due = self._weight_steps[action.chunk, action.micro_batch]
             bisect.insort(self._weights_due, due, key=lambda step: step.position)
 
-    def _may_run(self, step: Step) -> bool:
+    def _may_run(self, step: ProgramStep) -> bool:
         """Return whether nothing but a message can be missing."""
         action = step.action
         if action.kind is not Kind.FORWARD:
@@ -138,6 +138,6 @@ class OnlineOrder:
     def _fits(self, held: float) -> bool:
         return self._cap is None or held <= self._cap + _ROUNDING
 
-    def _overtakes(self, step: Step) -> bool:
+    def _overtakes(self, step: ProgramStep) -> bool:
         due = (weight.action.chunk for weight in self._weights_due)
         return step.action.kind is Kind.BACKWARD and step.action.chunk in due

@@ -18,7 +18,7 @@ import torch
 
 from adaptra_megatron.control.stage_memory import MemoryMeter
 from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
-from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.megatron.computation import StageComputation
 from adaptra_megatron.megatron.gradients.gradient_sync import GradientSync, ParameterSync
 from adaptra_megatron.megatron.megatron_call import PipelineCall
@@ -157,7 +157,7 @@ class IterationReport:
     """What one rank did in one iteration: on a GPU it has been launched, and may not have happened yet."""
 
     peak_in_flight: float
-    steps: list[Step]
+    steps: list[ProgramStep]
     """What it ran, in order: those of the records."""
     addresses: Addresses
     received_nbytes: int
@@ -181,7 +181,7 @@ class IterationReport:
         }
 
 
-Steps = Callable[[Inbox], Iterator[Step]]
+Steps = Callable[[Inbox], Iterator[ProgramStep]]
 """Where the steps of an iteration come from, one after the other; may look at what has arrived, and wait for it."""
 
 
@@ -225,7 +225,7 @@ class PipelineExecutor:
         self._transport = transport
         self._timer = timer
         self._timeout_s, self._receives_ahead = timeout_s, receives_ahead
-        self._run_action: dict[Kind, Callable[[_Run, Step, torch.Tensor | None], None]] = {
+        self._run_action: dict[Kind, Callable[[_Run, ProgramStep, torch.Tensor | None], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
@@ -282,9 +282,9 @@ class PipelineExecutor:
             functools.partial(self._records, addresses.iteration, ran, marks),
         )
 
-    def _run_steps(self, run: _Run, steps: Iterator[Step]) -> tuple[list[Step], list[Any]]:
+    def _run_steps(self, run: _Run, steps: Iterator[ProgramStep]) -> tuple[list[ProgramStep], list[Any]]:
         """Returns the steps and the marks around them: each step begins to wait where the one before it ended."""
-        ran: list[Step] = []
+        ran: list[ProgramStep] = []
         marks = [self._timer.mark()]
         for step in steps:
             run.inbox.post_before(step)
@@ -295,7 +295,7 @@ class PipelineExecutor:
             marks.append(self._timer.mark())
         return ran, marks
 
-    def _perform(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+    def _perform(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
         action = step.action
         run.account.before(action.kind, action.micro_batch, action.chunk)
         if run.gradients is not None and step.completes_chunk and action.kind is Kind.BACKWARD:
@@ -305,7 +305,7 @@ class PipelineExecutor:
             run.gradients.after_last_gradient(action.chunk)
         run.account.after(action.kind)
 
-    def _forward(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+    def _forward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
         action, call = step.action, run.call
         if run.parameters is not None:
             run.parameters.before_forward(action.chunk)
@@ -322,7 +322,7 @@ class PipelineExecutor:
         run.inputs[action.chunk, action.micro_batch] = received
         run.outputs[action.chunk, action.micro_batch] = output
 
-    def _backward(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+    def _backward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
         action = step.action
         position = (action.chunk, action.micro_batch)
         input_gradient = run.computation.backward(
@@ -335,11 +335,11 @@ class PipelineExecutor:
         )
         self._send(run, step, input_gradient)
 
-    def _weight_gradient(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+    def _weight_gradient(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
         assert received is None
         run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
 
-    def _send(self, run: _Run, step: Step, tensor: torch.Tensor | None) -> None:
+    def _send(self, run: _Run, step: ProgramStep, tensor: torch.Tensor | None) -> None:
         """Right behind what computes it: see schedule.transfers.launch_order."""
         if step.send is None:
             return
@@ -347,7 +347,7 @@ class PipelineExecutor:
         run.inbox.post_before_send(step)
         self._transport.post_send(run.addresses.key(step.send), run.addresses.ranks[step.send.target], tensor)
 
-    def _records(self, iteration: int, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
+    def _records(self, iteration: int, ran: list[ProgramStep], marks: list[Any]) -> list[ActionRecord]:
         times = self._timer.resolve(marks)
         return [
             ActionRecord(

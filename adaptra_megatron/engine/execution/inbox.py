@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from adaptra_megatron.engine.execution.stage_program import Program, Step
-from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes, Transport
 
 # Which ranks messages go to, and under what keys: between a schedule's terms and a transport's.
@@ -39,7 +39,7 @@ class Addresses:
     """None: it is `ranks`. Where micro-batches are routed between replicas, messages name ranks, `ranks` are all of the
     job's, and this is the pipeline."""
 
-    def key(self, message: Message) -> MessageKey:
+    def key(self, message: OrderedMessage) -> MessageKey:
         """The message's name in the job."""
         direction = Direction.GRADIENT if message.gradient else Direction.ACTIVATION
         number = self._first + message.micro_batch
@@ -82,26 +82,26 @@ class Inbox:
         self._unposted = iter(program.receives)
         self._posted = 0
 
-    def post_before(self, step: Step) -> None:
+    def post_before(self, step: ProgramStep) -> None:
         """Post the receives that come before `step`; call before anything of it is launched."""
         self._post(step.receives_before + self._ahead)
 
-    def post_before_send(self, step: Step) -> None:
+    def post_before_send(self, step: ProgramStep) -> None:
         """Post the receives that come between `step` and its send."""
         self._post(step.receives_before_send)
 
-    def ask_for(self, messages: Collection[Message]) -> None:
+    def ask_for(self, messages: Collection[OrderedMessage]) -> None:
         """Post the receives of `messages`, and of those before them, ahead of the steps that they come before. Only
         where the CPU sees arrivals."""
         for message in messages:
             self._post(self._places[message] + 1)
 
-    def has(self, message: Message) -> bool:
+    def has(self, message: OrderedMessage) -> bool:
         """Return whether `take` would return at once."""
         self.ask_for([message])
         return self._transport.ready(self._addresses.key(message))
 
-    def wait_any(self, messages: Sequence[Message], patience_s: float | None = None) -> bool:
+    def wait_any(self, messages: Sequence[OrderedMessage], patience_s: float | None = None) -> bool:
         """Until one of them is here, or for `patience_s`; returns whether one is."""
         self.ask_for(messages)
         keys = [self._addresses.key(message) for message in messages]
@@ -111,7 +111,7 @@ class Inbox:
             self._transport.wait(keys[0], time.monotonic())  # raises: it says what is known of the link
         return True
 
-    def take(self, message: Message) -> torch.Tensor:
+    def take(self, message: OrderedMessage) -> torch.Tensor:
         """The message, as soon as it is here. Its receive must have been posted."""
         return self._transport.wait(self._addresses.key(message), self._deadline_s())
 

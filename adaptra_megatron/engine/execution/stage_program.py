@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.schedule.transfers.launch_order import (
-    Message,
+    OrderedMessage,
     Posting,
     launch_ranks,
     needed,
@@ -20,14 +20,14 @@ from adaptra_megatron.schedule.transfers.launch_order import (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One action with its messages."""
 
     position: int
     """In the plan's order of its stage."""
     action: Action
-    receive: Message | None
-    send: Message | None
+    receive: OrderedMessage | None
+    send: OrderedMessage | None
     receives_before: int
     """How many of the program's receives are posted before it is launched, and before its message is sent."""
     receives_before_send: int
@@ -41,8 +41,8 @@ class Program:
 
     schedule: Schedule
     stage: int
-    steps: tuple[Step, ...]
-    receives: dict[Message, int]
+    steps: tuple[ProgramStep, ...]
+    receives: dict[OrderedMessage, int]
     """Messages from other stages and their places, from 0, in the order in which their receives are posted. In it, each
     neighbour's messages keep the order in which it sends them."""
 
@@ -70,13 +70,13 @@ def compile_program(schedule: Schedule, stage: int, costs: Costs | None = None, 
         for index, action in enumerate(order)
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     }
-    messages: list[Message] = []
+    messages: list[OrderedMessage] = []
     steps = []
     for index, (action, posting) in enumerate(zip(order, _postings(schedule, stage, costs, sizes_known), strict=True)):
         messages += posting.before
         posted = len(messages)
         messages += posting.before_send
-        step = Step(
+        step = ProgramStep(
             position=index,
             action=action,
             receive=needed(action, placement),

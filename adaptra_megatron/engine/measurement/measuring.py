@@ -18,7 +18,7 @@ from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.measurement.reporting import arrival_records
-from adaptra_megatron.engine.measurement.sync_waits import Arrivals, IterationWaits
+from adaptra_megatron.engine.measurement.sync_waits import IterationWaits, SyncArrivals
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.ir import Kind
@@ -99,7 +99,7 @@ class Measuring:
         transport: Transport,
         dispatcher: Dispatcher,
         telemetry: RunTelemetry,
-        arrivals: Arrivals | None = None,
+        arrivals: SyncArrivals | None = None,
         work: tuple[str, ...] = (),
     ) -> None:
         """All of them are this rank's. `arrivals`: None where no stragglers are looked for. `work`: see

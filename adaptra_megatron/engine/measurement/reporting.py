@@ -24,7 +24,7 @@ from adaptra_megatron.telemetry.action_records import ArrivalRecord
 from adaptra_megatron.telemetry.events.changes import PathState
 from adaptra_megatron.telemetry.events.events import RanksLost, RanksReturned, RunStarted
 from adaptra_megatron.telemetry.figures.scalars import FailureMetrics, RankFigures
-from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
 from adaptra_megatron.transport.link_paths import PathCounters
 from adaptra_megatron.transport.message_keys import Direction, MessageTimes, Transport, TwoPathTransport
 
@@ -57,7 +57,7 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
         otel=config.otel,
         goes_on=goes_on,
     )
-    place = Place(
+    place = RankPlace(
         run=layout.token,
         rank=layout.rank,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),

@@ -152,7 +152,7 @@ class _Pending(NamedTuple):
     waits: IterationWaits
 
 
-class Arrivals:
+class SyncArrivals:
     """One rank's, of its pipeline. For the training thread."""
 
     def __init__(self, watch: StragglerWatch, waits: SyncWaits) -> None:
@@ -160,7 +160,9 @@ class Arrivals:
         self._pending: deque[_Pending] = deque(maxlen=_MOST_PENDING)
 
     @classmethod
-    def make(cls, job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits | None) -> Arrivals | None:
+    def make(
+        cls, job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits | None
+    ) -> SyncArrivals | None:
         """None where no replica waits for another, or they are not to be watched."""
         layout = job.layout
         if waits is None or layout.replicas < 2:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from adaptra_megatron.elastic.failure_errors import of_script, owned
 
 
-class Source(NamedTuple):
+class MicroBatchSource(NamedTuple):
     """What can be said of any replica's micro-batches, by the replica and their number, counted over the training."""
 
     micro_batch: Callable[[int, int], Any]
@@ -98,7 +98,7 @@ class MicroBatchFeed(Iterator[Any]):
             self._taken += 1
 
 
-def source_of(iterator: Any) -> Source | None:
+def source_of(iterator: Any) -> MicroBatchSource | None:
     """What any replica's iterator yields, as far as this one can say; None where it cannot.
 
     Known are adaptra_megatron.routable_data, and iterators of torch's DataLoader over a sequential sampler of
@@ -107,10 +107,10 @@ def source_of(iterator: Any) -> Source | None:
     while iterator is not None:
         if (given := getattr(iterator, "micro_batch", None)) is not None:
             length = getattr(iterator, "length", None)
-            return Source(owned(given), None if length is None else owned(length))
+            return MicroBatchSource(owned(given), None if length is None else owned(length))
         sampler = getattr(iterator, "_index_sampler", None)  # torch.utils.data.dataloader._BaseDataLoaderIter
         if sampler is not None:
-            return Source(owned(SampledShares(sampler, iterator))) if _is_sequential(sampler) else None
+            return MicroBatchSource(owned(SampledShares(sampler, iterator))) if _is_sequential(sampler) else None
         iterator = getattr(iterator, "iterable", None)  # megatron.core.rerun_state_machine.RerunDataIterator
     return None
 

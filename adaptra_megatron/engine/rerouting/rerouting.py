@@ -12,14 +12,14 @@ from adaptra_megatron.common.authentication.sealed_store import SealedStore
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.control.decisions import Moved, Routing
+from adaptra_megatron.control.decisions import Moved, RoutingSection
 from adaptra_megatron.control.order.plan_book import PlanState
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
 from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders, moved_by
 from adaptra_megatron.elastic.awaiting import said_by_one
 from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.elastic.generation import Generation
-from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs, receives_wait
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.megatron.megatron_call import PipelineCall
@@ -29,7 +29,7 @@ from adaptra_megatron.schedule.routing.interleaved import dispatch_interleaved, 
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule
-from adaptra_megatron.schedule.transfers.launch_order import Message, needed, produced
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, needed, produced
 from adaptra_megatron.transport.message_keys import Transport, TransportError, TwoPathTransport
 
 logger = logger_of(__name__)
@@ -52,7 +52,7 @@ class DegradedRoutes:
         """`check`: raises once the generation has ended, which is looked at in every wait."""
         self._layout, self._generation, self._control = layout, generation, control
         self._timeout_s, self._check = timeout_s, check
-        self.planned: Routing | None = None
+        self.planned: RoutingSection | None = None
         """The latest routes of training, on the rank that has planned them."""
         self._orders: dict[tuple[int, bool], CellOrder] = {}
 
@@ -98,7 +98,7 @@ class DegradedRoutes:
             text = "%d micro-batches a replica: those of %s are computed by live replicas"
             logger.info(text, costs.micro_batches, names)
         orders = cell_orders(simulation, costs)
-        self.planned = Routing(1, costs.micro_batches, moved_by(simulation.schedule.routing), orders)
+        self.planned = RoutingSection(1, costs.micro_batches, moved_by(simulation.schedule.routing), orders)
         return orders
 
 
@@ -146,7 +146,7 @@ def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> P
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     }
     steps = tuple(
-        Step(
+        ProgramStep(
             position=index,
             action=action,
             receive=_message(needed(action, schedule.placement), each, layout),
@@ -157,7 +157,7 @@ def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> P
         )
         for index, (action, each) in enumerate(zip(actions, order.actions, strict=True))
     )
-    receives: dict[Message, int] = {}
+    receives: dict[OrderedMessage, int] = {}
     for place, index in enumerate(order.receives):
         message = steps[index].receive
         assert message is not None, f"{steps[index].action} needs no message"
@@ -165,7 +165,7 @@ def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> P
     return Program(schedule, layout.cell.stage, steps, receives)
 
 
-def _message(message: Message | None, action: CellAction, layout: JobLayout) -> Message | None:
+def _message(message: OrderedMessage | None, action: CellAction, layout: JobLayout) -> OrderedMessage | None:
     """`message` between stages as one between ranks: those of this rank's lane in the cells that the order names."""
     if message is None:
         return None
@@ -203,7 +203,7 @@ class Rerouting:
         self._job, self._planner, self._book, self._swap, self._joins = job, planner, book, swap, joins
         self._two_paths: TwoPathTransport = transport
         self._inputs: RoutableInputs | None = None
-        self._routing = Routing(0, 0)
+        self._routing = RoutingSection(0, 0)
         self._check: Callable[[], None] = lambda: None
         self._order: CellOrder | None = None
         self._program: Program | None = None
@@ -263,7 +263,12 @@ class Rerouting:
             self._two_paths.close_link(peer)
         self._links.clear()
         self._order = self._program = self._degraded = None
-        self._routing, self._dead, self._check, self._planner = Routing(0, 0), generation.dead_cells, check, planner
+        self._routing, self._dead, self._check, self._planner = (
+            RoutingSection(0, 0),
+            generation.dead_cells,
+            check,
+            planner,
+        )
         if generation.dead_cells:
             self._degraded = DegradedRoutes(layout, generation, control, self._job.timeout_s, check)
             return
@@ -285,7 +290,7 @@ class Rerouting:
         """Number of other replicas' micro-batches that this one has taken by swaps, so far."""
         return 0 if self._inputs is None else self._inputs.swapped
 
-    def follow(self, routing: Routing | None) -> None:
+    def follow(self, routing: RoutingSection | None) -> None:
         """What was decided; None: nothing new."""
         if routing is None:
             return

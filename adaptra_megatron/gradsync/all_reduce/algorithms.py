@@ -19,7 +19,7 @@ MOST_CHUNKS = 256
 """In the chain of a hidden all-reduce: each is a message, and a schedule is to stay small."""
 
 
-class Wire(NamedTuple):
+class AllReduceWire(NamedTuple):
     """Each rank's link."""
 
     latency_s: float
@@ -32,12 +32,12 @@ class Wire(NamedTuple):
         return rounds * (self.latency_s + self.byte_s * nbytes / chunks)
 
 
-def ring_s(ranks: int, nbytes: float, wire: Wire) -> float:
+def ring_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
     """Exposed seconds of a ring, whatever the delay: it begins when all are there."""
     return wire.rounds_s(2 * (ranks - 1), ranks, nbytes)
 
 
-def stock_s(ranks: int, nbytes: float, wire: Wire) -> float:
+def stock_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
     """Exposed seconds of the best that a library can do, whatever the delay: a ring's bytes in the fewest messages.
 
     Recursive halving and doubling takes as long where the number of ranks is a power of two.
@@ -45,7 +45,7 @@ def stock_s(ranks: int, nbytes: float, wire: Wire) -> float:
     return 2 * (ranks - 1).bit_length() * wire.latency_s + wire.byte_s * nbytes * 2 * (ranks - 1) / ranks
 
 
-def stragglar_s(ranks: int, nbytes: float, wire: Wire, delay_s: float) -> float:
+def stragglar_s(ranks: int, nbytes: float, wire: AllReduceWire, delay_s: float) -> float:
     """Exposed seconds of StragglAR. `delay_s`: from the arrival of the last but one to that of the straggler.
 
     Raises ScheduleError for a number of ranks without a schedule.
@@ -54,24 +54,24 @@ def stragglar_s(ranks: int, nbytes: float, wire: Wire, delay_s: float) -> float:
     return left_s + wire.rounds_s(stragglar_rounds(ranks), ranks - 1, nbytes)
 
 
-def stragglar_waiting_s(ranks: int, nbytes: float, wire: Wire) -> float:
+def stragglar_waiting_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
     """Seconds of its reduce-scatter among those that wait, which a delay of this length hides."""
     return wire.rounds_s(ranks - 2, ranks - 1, nbytes)
 
 
-def hidden_s(ranks: int, nbytes: float, wire: Wire, delay_s: float, chunks: int | None = None) -> float:
+def hidden_s(ranks: int, nbytes: float, wire: AllReduceWire, delay_s: float, chunks: int | None = None) -> float:
     """Exposed seconds of the hidden all-reduce, in `chunks` parts (None: `chain_chunks`); `delay_s` as above."""
     chunks = chain_chunks(ranks, nbytes, wire) if chunks is None else chunks
     left_s = max(0.0, hidden_waiting_s(ranks, nbytes, wire) - delay_s)
     return left_s + wire.rounds_s(chunks + ranks - 2, chunks, nbytes)
 
 
-def hidden_waiting_s(ranks: int, nbytes: float, wire: Wire) -> float:
+def hidden_waiting_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
     """Seconds of its all-reduce among those that wait, which a delay of this length hides."""
     return wire.rounds_s(2 * (ranks - 2), ranks - 1, nbytes)
 
 
-def chain_chunks(ranks: int, nbytes: float, wire: Wire) -> int:
+def chain_chunks(ranks: int, nbytes: float, wire: AllReduceWire) -> int:
     """The number of chunks with which a chain of all ranks takes the least time, `MOST_CHUNKS` at most."""
     worth_s = (ranks - 2) * nbytes * wire.byte_s  # of a chunk that is as long as the buffer
     if worth_s >= wire.latency_s * MOST_CHUNKS**2:
@@ -79,7 +79,7 @@ def chain_chunks(ranks: int, nbytes: float, wire: Wire) -> int:
     return max(1, round(math.sqrt(worth_s / wire.latency_s)))
 
 
-def critical_delay_s(ranks: int, nbytes: float, wire: Wire) -> float:
+def critical_delay_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
     """The delay from which on StragglAR takes less than a ring; infinite where it never does."""
     saved_s = ring_s(ranks, nbytes, wire) - stragglar_s(ranks, nbytes, wire, math.inf)
     return max(0.0, stragglar_waiting_s(ranks, nbytes, wire) - saved_s) if saved_s > 0 else math.inf
@@ -95,11 +95,11 @@ class Algorithm:
 
     plan: Callable[[int, int], AllReduce]
     """Makes its rounds for so many ranks, the last of which is the straggler, and so many chunks."""
-    chunks: Callable[[int, int, Wire | None], int]
+    chunks: Callable[[int, int, AllReduceWire | None], int]
     """Says in how many chunks so many ranks sum up so many bytes. Without a wire nothing has been measured yet."""
-    exposed_s: Callable[[int, float, Wire, float], float]
+    exposed_s: Callable[[int, float, AllReduceWire, float], float]
     """Takes ranks, bytes, wire and delay: see `costs`."""
-    waiting_s: Callable[[int, float, Wire], float]
+    waiting_s: Callable[[int, float, AllReduceWire], float]
     """Gives the seconds of what is done without the straggler: a time for each message, and a time for each byte."""
     help: str
     """Says what it does, behind its name in the help of the flag."""
@@ -109,7 +109,7 @@ class Algorithm:
     """Says which numbers of ranks these are."""
 
 
-def _chunks_of_chain(ranks: int, nbytes: int, wire: Wire | None) -> int:
+def _chunks_of_chain(ranks: int, nbytes: int, wire: AllReduceWire | None) -> int:
     if wire is None:
         return min(MOST_CHUNKS, -(-nbytes // _CHAIN_CHUNK_NBYTES))
     return chain_chunks(ranks, nbytes, wire)
@@ -144,7 +144,7 @@ LEAST_GAIN = 0.05
 """Fraction of stock's time that must be saved, by the model: less is within what measurements are wrong by."""
 
 
-class Choice(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """An algorithm for the first bytes of a buffer. Stock's sums up the others, behind them."""
 
     algorithm: str
@@ -154,13 +154,13 @@ class Choice(NamedTuple):
     """Time of the whole buffer, by the model."""
 
 
-def choose(ranks: int, nbytes: int, wire: Wire, delay_s: float) -> Choice:
+def choose(ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float) -> AlgorithmChoice:
     """The choice that exposes the least for one buffer, if it saves `LEAST_GAIN`; else stock's for all of it.
 
     `delay_s`: how much later than all others the same rank is sure to come; 0 if that is in doubt. No algorithm gets
     more bytes than the delay hides the work on.
     """
-    stock = Choice(STOCK, nbytes, stock_s(ranks, nbytes, wire))
+    stock = AlgorithmChoice(STOCK, nbytes, stock_s(ranks, nbytes, wire))
     best = stock._replace(exposed_s=(1 - LEAST_GAIN) * stock.exposed_s)
     if ranks < 3:
         return stock
@@ -174,11 +174,11 @@ def choose(ranks: int, nbytes: int, wire: Wire, delay_s: float) -> Choice:
         if part < nbytes:
             exposed_s += stock_s(ranks, nbytes - part, wire)
         if exposed_s < best.exposed_s:
-            best = Choice(name, part, exposed_s)
+            best = AlgorithmChoice(name, part, exposed_s)
     return stock if best.algorithm == STOCK else best
 
 
-def overlapped_nbytes(algorithm: Algorithm, ranks: int, wire: Wire, delay_s: float) -> float:
+def overlapped_nbytes(algorithm: Algorithm, ranks: int, wire: AllReduceWire, delay_s: float) -> float:
     """The bytes whose reduction without the straggler ends before it comes; infinite where bytes cost nothing.
 
     For StragglAR delay (ranks - 1) / ((ranks - 2) byte_s), without latencies, and half of it for the hidden all-reduce.

@@ -22,7 +22,7 @@ class Transfer(NamedTuple):
 Round = tuple[Transfer, ...]
 
 
-class Step(NamedTuple):
+class RoundStep(NamedTuple):
     """One rank's part in a round; either half may be missing."""
 
     sends: Transfer | None
@@ -30,20 +30,20 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Phase:
+class RoundPhase:
     """Rounds over a buffer that is cut into `chunks` parts as equal as can be."""
 
     chunks: int
     rounds: tuple[Round, ...]
 
-    def steps(self, rank: int) -> tuple[Step, ...]:
+    def steps(self, rank: int) -> tuple[RoundStep, ...]:
         """Rounds of one rank, without those that it has no part in."""
         found = []
         for transfers in self.rounds:
             sends = next((each for each in transfers if each.sender == rank), None)
             receives = next((each for each in transfers if each.receiver == rank), None)
             if sends or receives:
-                found.append(Step(sends, receives))
+                found.append(RoundStep(sends, receives))
         return tuple(found)
 
     def bounds(self, chunk: int, elements: int) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class Phase:
         return chunk * elements // self.chunks, (chunk + 1) * elements // self.chunks
 
 
-NOTHING = Phase(1, ())
+NOTHING = RoundPhase(1, ())
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class AllReduce:
     """
 
     ranks: int
-    waiting: Phase
+    waiting: RoundPhase
     """Without the straggler, while the others wait for it. Without rounds, if there is nothing to do."""
-    together: Phase
+    together: RoundPhase
     """With all, once the straggler is there."""
 
 
@@ -75,7 +75,7 @@ def ring(ranks: int) -> AllReduce:
     """The usual all-reduce, 2 (ranks - 1) rounds: it begins when the last rank is there. Raises ScheduleError for fewer
     than 2 ranks."""
     require_ranks(ranks)
-    return AllReduce(ranks, NOTHING, Phase(ranks, reduce_scatter(ranks) + _all_gather(ranks)))
+    return AllReduce(ranks, NOTHING, RoundPhase(ranks, reduce_scatter(ranks) + _all_gather(ranks)))
 
 
 def hidden(ranks: int, chunks: int) -> AllReduce:
@@ -99,8 +99,8 @@ def hidden(ranks: int, chunks: int) -> AllReduce:
             ]
         transfers += [Transfer(rank - 1, rank, number - rank) for rank in range(1, fast) if 0 <= number - rank < chunks]
         rounds.append(tuple(transfers))
-    waiting = Phase(fast, reduce_scatter(fast) + _all_gather(fast))
-    return AllReduce(ranks, waiting, Phase(chunks, tuple(rounds)))
+    waiting = RoundPhase(fast, reduce_scatter(fast) + _all_gather(fast))
+    return AllReduce(ranks, waiting, RoundPhase(chunks, tuple(rounds)))
 
 
 def reduce_scatter(ranks: int) -> tuple[Round, ...]:

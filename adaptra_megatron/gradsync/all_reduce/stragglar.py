@@ -10,8 +10,8 @@ from importlib.resources import files
 
 from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import (
     AllReduce,
-    Phase,
     Round,
+    RoundPhase,
     Transfer,
     reduce_scatter,
     require_ranks,
@@ -196,7 +196,7 @@ def stragglar(ranks: int) -> AllReduce:
     _require_table(ranks)
     fast = ranks - 1
     rounds = rounds_of_power(ranks) if ranks & fast == 0 else cyclic_rounds(ranks, *_tables()[ranks])
-    return AllReduce(ranks, Phase(fast, reduce_scatter(fast)), Phase(fast, rounds))
+    return AllReduce(ranks, RoundPhase(fast, reduce_scatter(fast)), RoundPhase(fast, rounds))
 
 
 def has_stragglar(ranks: int) -> bool:

@@ -14,8 +14,8 @@ from adaptra_megatron.gradsync.sync_modes.modes import (
     AVERAGED,
     SETTLING,
     Candidate,
-    Kind,
     Mode,
+    ModeKind,
     Pace,
     choose,
     stragglers,
@@ -115,7 +115,7 @@ def predicted_s(times_s: Sequence[float]) -> float:
 class ModeDecider:
     """Decides anew when the predicted stragglers change."""
 
-    def __init__(self, replicas: int, kinds: Iterable[Kind], max_staleness: int) -> None:
+    def __init__(self, replicas: int, kinds: Iterable[ModeKind], max_staleness: int) -> None:
         """`kinds`: those to choose from, beside synchronous training."""
         self._kinds, self._max_staleness = tuple(kinds), max_staleness
         self._times_s: list[deque[float]] = [deque(maxlen=KEPT) for _ in range(replicas)]

@@ -28,7 +28,7 @@ thousands of updates. A mean over some updates is thus not that over others: 2.8
 """
 
 
-class Kind(Enum):
+class ModeKind(Enum):
     """How updates are made."""
 
     SSGD = "ssgd"
@@ -43,7 +43,7 @@ class Kind(Enum):
 class Mode:
     """A kind, and what it needs to know."""
 
-    kind: Kind
+    kind: ModeKind
     x: int
     """Gradients that make an update; of `DYNAMIC` the size of its smallest group."""
     groups: tuple[tuple[int, ...], ...]
@@ -52,7 +52,7 @@ class Mode:
     @classmethod
     def ssgd(cls, replicas: int) -> Mode:
         """Synchronous training."""
-        return cls(Kind.SSGD, replicas, (tuple(range(replicas)),))
+        return cls(ModeKind.SSGD, replicas, (tuple(range(replicas)),))
 
     @classmethod
     def x_order(cls, replicas: int, x: int) -> Mode:
@@ -60,7 +60,7 @@ class Mode:
         require_counts(x=x)
         if x > replicas:
             raise ScheduleError(f"x is {x}, but there are {replicas} replicas: at most all of them make an update")
-        return cls.ssgd(replicas) if x == replicas else cls(Kind.X_ORDER, x, (tuple(range(replicas)),))
+        return cls.ssgd(replicas) if x == replicas else cls(ModeKind.X_ORDER, x, (tuple(range(replicas)),))
 
     @classmethod
     def dynamic(cls, groups: Iterable[Sequence[int]]) -> Mode:
@@ -69,7 +69,7 @@ class Mode:
         members = sorted(replica for group in found for replica in group)
         if not found or not all(found) or members != list(range(len(members))):
             raise ScheduleError(f"groups {found} are not all replicas, each of them once")
-        return cls.ssgd(len(members)) if len(found) == 1 else cls(Kind.DYNAMIC, min(map(len, found)), found)
+        return cls.ssgd(len(members)) if len(found) == 1 else cls(ModeKind.DYNAMIC, min(map(len, found)), found)
 
     @property
     def replicas(self) -> int:
@@ -83,14 +83,14 @@ class Mode:
         Where others make most of the progress: an optimizer that divides by the size of gradients, as Adam does, takes
         from an update of few, noisy ones hardly more than from none.
         """
-        if self.kind is Kind.DYNAMIC:
+        if self.kind is ModeKind.DYNAMIC:
             return len(group) < max(map(len, self.groups)) / 2
-        return self.kind is Kind.X_ORDER and self.x > self.replicas / 2
+        return self.kind is ModeKind.X_ORDER and self.x > self.replicas / 2
 
     def delivering(self, arrived: Iterable[int]) -> list[int]:
         """Those of the replicas that have `arrived` whose gradients, where they are late, are added to others' now."""
         here = set(arrived)
-        if self.kind is Kind.DYNAMIC:
+        if self.kind is ModeKind.DYNAMIC:
             groups = [group for group in self.groups if self.adds_to_others(group) and here.issuperset(group)]
             return sorted(replica for group in groups for replica in group)
         return sorted(here) if self.adds_to_others(self.groups[0]) else []
@@ -98,7 +98,7 @@ class Mode:
     def ready(self, arrived: Iterable[int]) -> list[int]:
         """Those of the replicas that have `arrived` whose gradients make an update; none where others are awaited."""
         here = set(arrived)
-        if self.kind is Kind.DYNAMIC:
+        if self.kind is ModeKind.DYNAMIC:
             groups = [group for group in self.groups if here.issuperset(group)]
             if all(map(self.adds_to_others, groups)):
                 return []
@@ -106,9 +106,9 @@ class Mode:
         return sorted(here) if len(here) >= self.x else []
 
     def __str__(self) -> str:
-        if self.kind is Kind.X_ORDER:
+        if self.kind is ModeKind.X_ORDER:
             return f"x-order, {self.x} of {self.replicas}"
-        return "dynamic, groups " + " ".join(map(str, self.groups)) if self.kind is Kind.DYNAMIC else "ssgd"
+        return "dynamic, groups " + " ".join(map(str, self.groups)) if self.kind is ModeKind.DYNAMIC else "ssgd"
 
 
 class Pace(NamedTuple):
@@ -149,7 +149,7 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
     given: list[list[tuple[int, float]]] = [[] for _ in range(count)]  # versions that others' late gradients read
     latest: Sequence[int] = range(count)
     total_s = gradients = staleness = mass = 0.0
-    groups = mode.groups if mode.kind is Kind.DYNAMIC else tuple((each,) for each in range(count))
+    groups = mode.groups if mode.kind is ModeKind.DYNAMIC else tuple((each,) for each in range(count))
     adding = {i for group in groups if mode.adds_to_others(group) for i in group}
     for version in range(SETTLING + AVERAGED):
         # Late ones that add theirs to others' begin anew then, with the present parameters.
@@ -159,14 +159,14 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
         late = [i for i in range(count) if version + 1 - min([read[i], *(v for v, _ in given[i])]) > max_staleness]
         behind = {latest[i % len(latest)] if i in added_s else i for i in late}
         awaited_s = max([*(added_s.get(i, 0.0) for i in late), *(here_s[i] for i in behind)], default=0.0)
-        if mode.kind is Kind.DYNAMIC:
+        if mode.kind is ModeKind.DYNAMIC:
             leading = [group for group in mode.groups if not mode.adds_to_others(group)]
             first_s = min(max(here_s[i] for i in group) for group in leading)
         else:
             first_s = sorted(here_s)[mode.x - 1]
         step_s = max(first_s, awaited_s, 0.0)
         here = [i for i in range(count) if here_s[i] <= step_s]
-        if mode.kind is not Kind.DYNAMIC and awaited_s <= first_s:
+        if mode.kind is not ModeKind.DYNAMIC and awaited_s <= first_s:
             here = sorted(here, key=lambda i: (here_s[i], i))[: mode.x]
         members = set(mode.ready(here)) | behind
         added = [i for i, at_s in added_s.items() if at_s <= step_s]
@@ -237,7 +237,7 @@ def progress_s(expected: Pace, replicas: int, noise: float) -> float:
 
 
 def candidates(
-    times_s: Sequence[float], kinds: Iterable[Kind], max_staleness: int, noise: float = 0.0
+    times_s: Sequence[float], kinds: Iterable[ModeKind], max_staleness: int, noise: float = 0.0
 ) -> list[Candidate]:
     """Modes of `kinds` and what is expected of them, from synchronous training to the ones furthest from it.
 
@@ -247,16 +247,16 @@ def candidates(
     count, wanted = len(times_s), set(kinds)
     like = clusters(times_s)
     modes = [Mode.ssgd(count)]
-    if Kind.X_ORDER in wanted:
+    if ModeKind.X_ORDER in wanted:
         ends = [sum(map(len, like[: number + 1])) for number in range(len(like) - 1)]
         modes += [Mode.x_order(count, x) for x in sorted({*ends, 1}, reverse=True)]
-    if Kind.DYNAMIC in wanted and len(like) > 1:
+    if ModeKind.DYNAMIC in wanted and len(like) > 1:
         modes.append(Mode.dynamic(like))
     paces = [pace(times_s, mode, max_staleness) for mode in modes]
     return [Candidate(mode, each, progress_s(each, count, noise)) for mode, each in zip(modes, paces, strict=True)]
 
 
-def choose(times_s: Sequence[float], kinds: Iterable[Kind], max_staleness: int, noise: float = 0.0) -> Candidate:
+def choose(times_s: Sequence[float], kinds: Iterable[ModeKind], max_staleness: int, noise: float = 0.0) -> Candidate:
     """The candidate that makes progress in the least time; one after another in their order only for `LEAST_GAIN`.
 
     Without a straggler synchronous training. Raises as `candidates`.

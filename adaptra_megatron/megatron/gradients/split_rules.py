@@ -53,7 +53,7 @@ class LayerFacts:
         return self.kind == "GroupedLinear"
 
 
-class Rule(NamedTuple):
+class SplitRule(NamedTuple):
     """One reason to run a layer's backward whole."""
 
     applies: Callable[[LayerFacts], bool]
@@ -62,61 +62,63 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(lambda f: f.deferred, "Megatron delays its weight gradients itself", "drop --defer-embedding-wgrad-compute"),
-    Rule(
+    SplitRule(
+        lambda f: f.deferred, "Megatron delays its weight gradients itself", "drop --defer-embedding-wgrad-compute"
+    ),
+    SplitRule(
         lambda f: f.looked_up,
         "an embedding looks its weight up, too, and autograd adds up both gradients",
         "--untie-embeddings-and-output-weights",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.kind not in (*SPLIT, NATIVE),
         "not a single linear layer",
         "the default layer specifications, without fused operations (--use-transformer-engine-op-fuser)",
     ),
-    Rule(
+    SplitRule(
         lambda f: not f.delays,
         "this Transformer Engine has no delayed weight gradients; they came with 2.3",
         "Transformer Engine 2.3 or later",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.built_delayed,
         "built with delay_wgrad_compute, so Transformer Engine computes its weight gradients",
         "drop --delay-wgrad-compute",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.reduces_within_weight_gradient,
         "--tp-comm-overlap reduces its input gradient while its weight gradient is computed",
         "--disable-tp-comm-bulk-wgrad",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.quantized and f.in_userbuffers,
         "--tp-comm-overlap, quantized: a buffer of other layers, too, has what the weight gradient is made of",
         "drop --tp-comm-overlap",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.offloaded and f.kind != NATIVE,
         "activations are offloaded to the CPU",
         "drop --cpu-offloading-num-layers",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.grouped and f.version is not None and f.version < GROUPED_SINCE,
         "before Transformer Engine 2.8 delaying leaves hooks of DistributedDataParallel without a gradient",
         "Transformer Engine 2.8 or later",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.grouped and not f.fused,
         "without gradient accumulation fusion autograd gets weight gradients before they are computed",
         "drop --no-gradient-accumulation-fusion",
     ),
-    Rule(lambda f: f.parts, "its weight is split into several parameters", "none"),
-    Rule(lambda f: f.sharded, "its weight is sharded and gathered for each use", "none"),
-    Rule(lambda f: f.one_of_experts, "its experts share one parameter, which is experimental", "none"),
-    Rule(
+    SplitRule(lambda f: f.parts, "its weight is split into several parameters", "none"),
+    SplitRule(lambda f: f.sharded, "its weight is sharded and gathered for each use", "none"),
+    SplitRule(lambda f: f.one_of_experts, "its experts share one parameter, which is experimental", "none"),
+    SplitRule(
         lambda f: f.bias_elsewhere and f.kind != NATIVE,
         "its bias is added elsewhere, whose gradient backward_dw would look for",
         "--disable-bias-linear",
     ),
-    Rule(
+    SplitRule(
         lambda f: f.kind != NATIVE and f.bias and (f.grouped or f.quantized),
         "quantized or grouped, and with a bias, whose gradient then comes at B",
         "--disable-bias-linear",
@@ -124,7 +126,7 @@ RULES = (
 )
 
 
-def rule_for(facts: LayerFacts) -> Rule | None:
+def rule_for(facts: LayerFacts) -> SplitRule | None:
     """The first rule by which the layer's backward runs whole; None where it is split."""
     return next((rule for rule in RULES if rule.applies(facts)), None)
 

@@ -57,7 +57,7 @@ class JobSimulation:
 
 
 @dataclass(frozen=True)
-class Cause:
+class SlowdownCause:
     """What slows a replica most: the link or stage without whose slowness it would gain the most."""
 
     what: str
@@ -138,7 +138,7 @@ def first_behind(
     return None
 
 
-def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> Cause | None:
+def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> SlowdownCause | None:
     """Why the slowest replica is: `run` tells its stages' ends under other costs (`fixed_order`, `online_order`).
 
     The links and stages that cost it more than a replica without overrides (if it is one: than free links and stages
@@ -150,7 +150,7 @@ def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> Cau
     suspects = sorted(suspects, key=lambda suspect: -suspect[0])[:_SUSPECTS]
     ends = [(max(run(without)), what) for _, what, without in suspects]
     best_s, what = min(ends, default=(before_s, ""))
-    return Cause(what, before_s - best_s) if best_s < before_s * (1.0 - _ROUNDING) else None
+    return SlowdownCause(what, before_s - best_s) if best_s < before_s * (1.0 - _ROUNDING) else None
 
 
 def job_bound(job: JobCosts, *, progress: Progress | None = None) -> LowerBound:

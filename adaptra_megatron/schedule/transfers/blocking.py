@@ -19,7 +19,7 @@ from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
 from adaptra_megatron.schedule.native import encode_action
 
 
-class Call(NamedTuple):
+class BlockingCall(NamedTuple):
     """One call of Megatron's P2PCommunicator: what it sends to and receives from the neighbours, all at once."""
 
     send_next: bool = False
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     receive_previous: bool = False
 
 
-Step = Action | Call
+Step = Action | BlockingCall
 
 
 def stock_programs(schedule: Schedule) -> list[list[Step]]:
@@ -48,13 +48,13 @@ def encoded_programs(schedule: Schedule) -> _native.EncodedOrders:
     chunks = schedule.chunks
     return _native.EncodedOrders(
         [
-            [_call_code(step) if isinstance(step, Call) else encode_action(step, chunks) for step in program]
+            [_call_code(step) if isinstance(step, BlockingCall) else encode_action(step, chunks) for step in program]
             for program in stock_programs(schedule)
         ]
     )
 
 
-def _call_code(call: Call) -> int:
+def _call_code(call: BlockingCall) -> int:
     """Calls differ from actions by their sign; bit n of the complement stands for the n-th of `Call`'s fields."""
     return ~sum(1 << bit for bit, wanted in enumerate(call) if wanted)
 
@@ -62,8 +62,8 @@ def _call_code(call: Call) -> int:
 def _one_f_one_b_program(schedule: Schedule, stage: int) -> Iterator[Step]:
     order = schedule.orders[stage]
     first, last = stage == 0, stage == schedule.stages - 1
-    receive_forward, send_forward = Call(receive_previous=not first), Call(send_next=not last)
-    receive_backward, send_backward = Call(receive_next=not last), Call(send_previous=not first)
+    receive_forward, send_forward = BlockingCall(receive_previous=not first), BlockingCall(send_next=not last)
+    receive_backward, send_backward = BlockingCall(receive_next=not last), BlockingCall(send_previous=not first)
     warm_up = min(schedule.stages - stage - 1, schedule.micro_batches)
     steady = schedule.micro_batches - warm_up
 
@@ -73,8 +73,8 @@ def _one_f_one_b_program(schedule: Schedule, stage: int) -> Iterator[Step]:
         yield receive_forward
     for index in range(steady):
         forward, backward = order[warm_up + 2 * index : warm_up + 2 * index + 2]
-        yield from (forward, Call(send_next=not last, receive_next=not last), backward)
-        yield Call(send_previous=not first, receive_previous=not first and index + 1 < steady)
+        yield from (forward, BlockingCall(send_next=not last, receive_next=not last), backward)
+        yield BlockingCall(send_previous=not first, receive_previous=not first and index + 1 < steady)
     for backward in order[warm_up + 2 * steady :]:
         yield from (receive_backward, backward, send_backward)
 
@@ -106,28 +106,28 @@ def _interleaved_program(schedule: Schedule, stage: int) -> Iterator[Step]:
             return index + 1 < total
         return index >= stages - 1 and backwards[index - (stages - 1)].chunk != 0
 
-    yield Call(receive_previous=not first)
+    yield BlockingCall(receive_previous=not first)
     for index in range(warm_up):
         yield forwards[index]
         ends_warm_up = index == warm_up - 1 and steady > 0
-        yield Call(
+        yield BlockingCall(
             send_next=sends_forward(index),
             receive_previous=expects_forward(index),
             receive_next=ends_warm_up and not last,
         )
     for index in range(steady):
         yield from (forwards[warm_up + index], backwards[index])
-        yield Call(
+        yield BlockingCall(
             send_next=sends_forward(warm_up + index),
             send_previous=sends_backward(index),
             receive_previous=index + 1 < steady and expects_forward(warm_up + index),
             receive_next=expects_backward(index),
         )
     if not steady:
-        yield Call(receive_next=not last)
+        yield BlockingCall(receive_next=not last)
     for index in range(steady, total):
         yield backwards[index]
-        yield Call(send_previous=sends_backward(index), receive_next=expects_backward(index))
+        yield BlockingCall(send_previous=sends_backward(index), receive_next=expects_backward(index))
 
 
 def _require_one_f_one_b(schedule: Schedule) -> None:

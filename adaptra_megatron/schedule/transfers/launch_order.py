@@ -34,7 +34,7 @@ from adaptra_megatron.schedule.simulator import check_fits, simulate
 # Which message an action needs and which one it produces, and between which stages: looked up in the placement.
 
 
-class Message(NamedTuple):
+class OrderedMessage(NamedTuple):
     """An activation (`gradient` False) or a gradient for `chunk` of the receiving stage.
 
     `source` and `target` are one stage where two virtual stages that follow each other are: nothing is sent then.
@@ -47,27 +47,27 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-def produced(action: Action, placement: Placement) -> Message | None:
+def produced(action: Action, placement: Placement) -> OrderedMessage | None:
     """The message that leaves when `action` ends; None for weight gradients and at the ends of the model."""
     stage, kind, chunk, micro_batch = action
     if kind is Kind.BACKWARD_WEIGHT:
         return None
     gradient = kind is not Kind.FORWARD
     receiver = (placement.previous_place if gradient else placement.next_place)(stage, chunk)
-    return None if receiver is None else Message(stage, receiver.stage, gradient, receiver.chunk, micro_batch)
+    return None if receiver is None else OrderedMessage(stage, receiver.stage, gradient, receiver.chunk, micro_batch)
 
 
-def needed(action: Action, placement: Placement) -> Message | None:
+def needed(action: Action, placement: Placement) -> OrderedMessage | None:
     """The message that must have arrived before `action` starts; None where all it needs is at hand."""
     stage, kind, chunk, micro_batch = action
     if kind is Kind.BACKWARD_WEIGHT:
         return None
     gradient = kind is not Kind.FORWARD
     sender = (placement.next_place if gradient else placement.previous_place)(stage, chunk)
-    return None if sender is None else Message(sender.stage, stage, gradient, chunk, micro_batch)
+    return None if sender is None else OrderedMessage(sender.stage, stage, gradient, chunk, micro_batch)
 
 
-def sent_to(order: Order, target: int, placement: Placement) -> list[Message]:
+def sent_to(order: Order, target: int, placement: Placement) -> list[OrderedMessage]:
     """The messages that a stage running `order` sends to stage `target`, in the order in which they leave."""
     messages = (produced(action, placement) for action in order)
     return [message for message in messages if message is not None and message.target == target]
@@ -100,7 +100,7 @@ def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
     return tuple(map(tuple, ranks))
 
 
-def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[tuple[Message, ...], ...]:
+def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[tuple[OrderedMessage, ...], ...]:
     """For each action of `stage`, the messages whose receives are posted right before it, in that order.
 
     Each transfer comes right behind the action that makes its message. Every message that the stage needs of another
@@ -120,8 +120,8 @@ def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple
 class Posting(NamedTuple):
     """Messages whose receives are posted around one action."""
 
-    before: tuple[Message, ...]
-    before_send: tuple[Message, ...]
+    before: tuple[OrderedMessage, ...]
+    before_send: tuple[OrderedMessage, ...]
     """After the action has been launched, and before what it makes is sent."""
 
 
@@ -135,7 +135,7 @@ def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None)
     simulation = simulate(schedule, _positive(costs if costs is not None else uniform_costs_for(schedule)))
     start_s, end_s = simulation.start_s, simulation.end_s
     is_transfer, is_action = 0, 1  # at equal moments: an action may need what has just ended
-    events: list[tuple[float, int, int, int, Message | None]] = [
+    events: list[tuple[float, int, int, int, OrderedMessage | None]] = [
         (end_s[source][index], is_transfer, source, index, message)
         for source, index, message in _arriving(schedule, stage)
     ]
@@ -144,7 +144,7 @@ def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None)
         if produced(action, schedule.placement) is not None:
             events.append((end_s[stage][index], is_transfer, stage, index, None))
     postings = [Posting((), ())] * len(schedule.orders[stage])
-    due: list[Message] = []
+    due: list[OrderedMessage] = []
     for _moment_s, kind, _stage, index, message in sorted(events, key=lambda event: event[:4]):
         if message is not None:
             due.append(message)
@@ -155,7 +155,7 @@ def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None)
     return tuple(postings)
 
 
-def _arriving(schedule: Schedule, stage: int) -> Iterator[tuple[int, int, Message]]:
+def _arriving(schedule: Schedule, stage: int) -> Iterator[tuple[int, int, OrderedMessage]]:
     """Messages that other stages make for `stage`, with the stage and the place in its order of the action."""
     placement = schedule.placement
     for source in placement.peers(stage):

@@ -13,7 +13,7 @@ from adaptra_megatron.tools.recordings.recording import Recording
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.remedies import Remedies, Remedy, remedies_for
 from adaptra_megatron.tools.replay.replay_engine import (
-    Batch,
+    ReplayBatch,
     batches_of,
     changed_at,
     paces_of,
@@ -21,7 +21,7 @@ from adaptra_megatron.tools.replay.replay_engine import (
     stage_paces_of,
 )
 from adaptra_megatron.tools.replay.replay_graph import StepGraph, StepTimes, graph_of
-from adaptra_megatron.tools.replay.replayed_what_if import Stragglers, ideal_seconds, stragglers_of
+from adaptra_megatron.tools.replay.replayed_what_if import ReplayedStragglers, ideal_seconds, stragglers_of
 
 Progress = Callable[[str, int, int], None]
 CREDIBLE = 0.05
@@ -36,7 +36,7 @@ class PartAnalysis:
 
     why: str
     """What began it; empty for the first."""
-    stragglers: Stragglers
+    stragglers: ReplayedStragglers
     """Beside the ideals of the whole recording."""
 
 
@@ -48,7 +48,7 @@ class Analysis:
     """The steps that could be replayed."""
     left_out: tuple[str, ...]
     """Why other steps could not."""
-    stragglers: Stragglers
+    stragglers: ReplayedStragglers
     doubt: str
     """Why the replay does not explain the recording, so that no cause and no remedy is named; empty if it does."""
     parts: tuple[PartAnalysis, ...]
@@ -135,7 +135,9 @@ def doubt_of(
     return ""
 
 
-def _parts(recording: Recording, steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> tuple[PartAnalysis, ...]:
+def _parts(
+    recording: Recording, steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch]
+) -> tuple[PartAnalysis, ...]:
     """What slowed each part of a run, beside the ideals of the whole."""
     ideals = ideal_seconds(steps, batches)
     whys = {each.step: each.why for each in recording.beginnings}
@@ -223,11 +225,11 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _by_link(found: Stragglers) -> dict[str, float]:
+def _by_link(found: ReplayedStragglers) -> dict[str, float]:
     return {f"{source}->{target}": each for (source, target), each in found.by_link.items()}
 
 
-def replayable(recording: Recording) -> tuple[list[RecordedStep], list[Batch], list[str]]:
+def replayable(recording: Recording) -> tuple[list[RecordedStep], list[ReplayBatch], list[str]]:
     """The steps that have a graph and all cells, their batches, and why others are left out. Raises ReplayError if
     there is none."""
     steps = recording.steps

@@ -12,7 +12,7 @@ from adaptra_megatron.telemetry.events.event_wording import duration
 from adaptra_megatron.tools.analysis.analysis import Analysis
 from adaptra_megatron.tools.replay.operations import OpType
 from adaptra_megatron.tools.replay.remedies import SLOW_CELL
-from adaptra_megatron.tools.replay.replayed_what_if import SLOWEST_WORKERS, Stragglers
+from adaptra_megatron.tools.replay.replayed_what_if import SLOWEST_WORKERS, ReplayedStragglers
 from adaptra_megatron.tools.report.report_wording import link_name, percent
 
 WORTH_SAYING = 1.03
@@ -81,7 +81,7 @@ def headline(analysis: Analysis) -> str:
     return f"{steps} {take} {found.slowdown:.2f} times as long as {needs}: {because}"
 
 
-def _steps(found: Stragglers) -> str:
+def _steps(found: ReplayedStragglers) -> str:
     first, last = found.numbers[0], found.numbers[-1]
     return f"Step {first}" if first == last else f"Steps {first} to {last}"
 
@@ -90,7 +90,7 @@ def _median(analysis: Analysis) -> float:
     return statistics.median(analysis.stragglers.recorded_s)
 
 
-def _causes(analysis: Analysis, found: Stragglers) -> Iterator[str]:
+def _causes(analysis: Analysis, found: ReplayedStragglers) -> Iterator[str]:
     """The large ones, the largest first."""
     slow, long = _slow_workers(analysis), _long_stage(analysis)
     lost = found.slowdown - 1.0
@@ -131,7 +131,7 @@ def _long_stage(analysis: Analysis) -> int | None:
     return longest if explains and usual[longest] > _LONG_STAGE * mean else None
 
 
-def _slow_links(found: Stragglers) -> list[tuple[int, int]]:
+def _slow_links(found: ReplayedStragglers) -> list[tuple[int, int]]:
     return [link for link, each in found.by_link.items() if each > _SLOW_LINK]
 
 

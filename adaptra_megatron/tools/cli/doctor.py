@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from adaptra_megatron import __version__
 from adaptra_megatron.tools.host_checks.gpus import check_gpus
-from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, Roots
+from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, Roots
 from adaptra_megatron.tools.host_checks.limits import check_limits, limits_of_this_process
 from adaptra_megatron.tools.host_checks.megatron_release import check_patches, check_refusals
 from adaptra_megatron.tools.host_checks.rnics import check_rnics, find_interfaces
@@ -23,9 +23,9 @@ from adaptra_megatron.tools.host_checks.software import check_native_modules, ch
 from adaptra_megatron.tools.host_checks.transport_checks import USABLE, check_shm, check_tcp, check_verbs
 from adaptra_megatron.transport.host_settings import HostSettings
 
-Report = dict[str, list[Finding]]
+Report = dict[str, list[HostFinding]]
 """Findings by what they are about."""
-_STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
+_STYLES = {HostLevel.OK: "green", HostLevel.NOTE: "yellow", HostLevel.PROBLEM: "bold red"}
 _WIDEST = 120
 
 
@@ -94,7 +94,7 @@ def print_text(report: Report) -> None:
     show("\n" + _summary(report), "bold")
 
 
-def _show_finding(finding: Finding, width: int, show: Callable[[str, str], None]) -> None:
+def _show_finding(finding: HostFinding, width: int, show: Callable[[str, str], None]) -> None:
     indent = " " * 10
     lines = [f"{finding.subject}: {finding.text}", *([f"-> {finding.remedy}"] if finding.remedy else [])]
     wrapped = [
@@ -102,12 +102,12 @@ def _show_finding(finding: Finding, width: int, show: Callable[[str, str], None]
         for line in lines
     ]
     level = finding.level
-    show(f"  {level.value:8}" + "\n".join(wrapped)[len(indent) :], _STYLES[level] if level is not Level.OK else "")
+    show(f"  {level.value:8}" + "\n".join(wrapped)[len(indent) :], _STYLES[level] if level is not HostLevel.OK else "")
 
 
 def _summary(report: Report) -> str:
     levels = [finding.level for findings in report.values() for finding in findings]
-    counts = f"problems: {levels.count(Level.PROBLEM)}, notes: {levels.count(Level.NOTE)}"
+    counts = f"problems: {levels.count(HostLevel.PROBLEM)}, notes: {levels.count(HostLevel.NOTE)}"
     if works(report):
         return f"--adaptra can run here; {counts}"
     blocking = [finding.subject for findings in report.values() for finding in findings if finding.fatal]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, Roots, read_text
+from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, Roots, read_text
 from adaptra_megatron.transport.gpu.hardware_queues import queues_in_words
 from adaptra_megatron.transport.setup.rnic_affinity import (
+    HardwarePlace,
     Nearness,
-    Place,
     nearest_rnics,
     nearness,
     pci_cpus,
@@ -28,7 +28,7 @@ _WORDS = {
 }
 
 
-def check_gpus(roots: Roots, environment: Mapping[str, str]) -> list[Finding]:
+def check_gpus(roots: Roots, environment: Mapping[str, str]) -> list[HostFinding]:
     """One finding per GPU, and one on their hardware queues, or one that says that there is none."""
     pci = roots.sys / "bus" / "pci" / "devices"
     found = [
@@ -36,19 +36,23 @@ def check_gpus(roots: Roots, environment: Mapping[str, str]) -> list[Finding]:
         for entry in sorted(pci.glob("*"))
         if read_text(entry / "vendor") == _NVIDIA and read_text(entry / "class").startswith(_DISPLAY_CLASS)
     ]
-    nothing = Finding(
-        subject="none", level=Level.OK, text="no NVIDIA GPU: this host can plan, simulate and emulate training on CPUs"
+    nothing = HostFinding(
+        subject="none",
+        level=HostLevel.OK,
+        text="no NVIDIA GPU: this host can plan, simulate and emulate training on CPUs",
     )
     if not found:
         return [nothing]
     queues = queues_in_words(environment)
     if queues is not None:
-        found.append(Finding(subject="hardware queues", level=Level.NOTE, text=queues, remedy="see docs/transport.md"))
+        found.append(
+            HostFinding(subject="hardware queues", level=HostLevel.NOTE, text=queues, remedy="see docs/transport.md")
+        )
     return found
 
 
-def _gpu(roots: Roots, bus_id: str) -> Finding:
-    place = pci_place(roots.sys, bus_id) or Place((), None)
+def _gpu(roots: Roots, bus_id: str) -> HostFinding:
+    place = pci_place(roots.sys, bus_id) or HardwarePlace((), None)
     rnics = nearest_rnics(roots.sys, pci_bus_id=bus_id)
     distances = {device.name: nearness(device, place) for device in rdma_devices(roots.sys)}
     model = _model(roots, bus_id)
@@ -64,15 +68,18 @@ def _gpu(roots: Roots, bus_id: str) -> Finding:
     said.append("NUMA node unknown" if place.numa_node is None else f"NUMA node {place.numa_node}")
     if details["cpus"]:
         said.append(f"the host path copies on CPUs {details['cpus']}")
-    level, remedy = Level.OK, ""
+    level, remedy = HostLevel.OK, ""
     if not model:
-        level, remedy = Level.PROBLEM, "install or load the NVIDIA driver (modprobe nvidia; nvidia-smi must list it)"
+        level, remedy = (
+            HostLevel.PROBLEM,
+            "install or load the NVIDIA driver (modprobe nvidia; nvidia-smi must list it)",
+        )
     if rnics:
         said.append(f"nearest RNIC {', '.join(rnics)} ({_WORDS[distances[rnics[0]]]})")
         nodes_known = place.numa_node is not None
-        if distances[rnics[0]] is Nearness.SYSTEM and nodes_known and level is Level.OK:
-            level, remedy = Level.NOTE, "bring up an RNIC on its NUMA node, or bind its rank to the RNIC's node"
-    return Finding(subject=bus_id, level=level, text=", ".join(said), remedy=remedy, details=details)
+        if distances[rnics[0]] is Nearness.SYSTEM and nodes_known and level is HostLevel.OK:
+            level, remedy = HostLevel.NOTE, "bring up an RNIC on its NUMA node, or bind its rank to the RNIC's node"
+    return HostFinding(subject=bus_id, level=level, text=", ".join(said), remedy=remedy, details=details)
 
 
 def _model(roots: Roots, bus_id: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-class Level(str, enum.Enum):
+class HostLevel(str, enum.Enum):
     """Severity of a finding."""
 
     OK = "ok"
@@ -20,12 +20,12 @@ class Level(str, enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class HostFinding:
     """One thing seen."""
 
     subject: str
     """Subject, in a word or two."""
-    level: Level
+    level: HostLevel
     text: str
     """In plain words."""
     remedy: str = ""

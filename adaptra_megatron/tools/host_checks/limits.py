@@ -9,8 +9,8 @@ import resource
 from dataclasses import dataclass
 
 from adaptra_megatron.tools.host_checks.host_findings import (
-    Finding,
-    Level,
+    HostFinding,
+    HostLevel,
     Roots,
     read_number,
     read_text,
@@ -48,7 +48,7 @@ def limits_of_this_process(roots: Roots) -> ProcessLimits:
     return ProcessLimits(_finite(locked), _finite(files), free)
 
 
-def check_limits(roots: Roots, limits: ProcessLimits, settings: HostSettings) -> list[Finding]:
+def check_limits(roots: Roots, limits: ProcessLimits, settings: HostSettings) -> list[HostFinding]:
     """Kernel, locked memory, files, TCP buffers and shared memory."""
     return [
         _kernel(roots),
@@ -63,32 +63,32 @@ def _finite(limit: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _kernel(roots: Roots) -> Finding:
+def _kernel(roots: Roots) -> HostFinding:
     release = read_text(roots.proc / "sys" / "kernel" / "osrelease")
     numbers = re.match(r"(\d+)\.(\d+)", release)
     version = (int(numbers[1]), int(numbers[2])) if numbers else None
     details = {"release": release}
     if version is None:
-        return Finding(
+        return HostFinding(
             subject="kernel",
-            level=Level.PROBLEM,
+            level=HostLevel.PROBLEM,
             text=f"cannot tell the version of the kernel from {release!r}",
             remedy="mount /proc; the host path needs Linux",
             details=details,
         )
     if version < OLDEST_KERNEL:
-        return Finding(
+        return HostFinding(
             subject="kernel",
-            level=Level.PROBLEM,
+            level=HostLevel.PROBLEM,
             text=f"Linux {release} has no sealed anonymous memory (memfd)",
             remedy=f"use Linux {'.'.join(map(str, OLDEST_KERNEL))} or later",
             fatal=True,
             details=details,
         )
-    return Finding(subject="kernel", level=Level.OK, text=f"Linux {release}", details=details)
+    return HostFinding(subject="kernel", level=HostLevel.OK, text=f"Linux {release}", details=details)
 
 
-def _locked_memory(roots: Roots, limits: ProcessLimits, settings: HostSettings) -> Finding:
+def _locked_memory(roots: Roots, limits: ProcessLimits, settings: HostSettings) -> HostFinding:
     """Bytes that verbs registers: both rings of each link, once per RNIC."""
     rnics = len(list((roots.sys / "class" / "infiniband").glob("*")))
     needed = 2 * _NEIGHBOURS * settings.slots * settings.slot_nbytes * max(1, rnics)
@@ -98,13 +98,13 @@ def _locked_memory(roots: Roots, limits: ProcessLimits, settings: HostSettings) 
     if limit is None or limit >= needed or exempt:
         if exempt and limit is not None:
             said += ", which does not bind this process (CAP_IPC_LOCK)"
-        return Finding(subject="locked memory", level=Level.OK, text=said, details=details)
+        return HostFinding(subject="locked memory", level=HostLevel.OK, text=said, details=details)
     said += f", less than the {spelled_nbytes(needed)} that verbs locks on a stage with two neighbours"
     remedy = "ulimit -l unlimited, or memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1)"
     if not rnics:
         said += "; without an RDMA device that does not matter"
-    level, remedy = (Level.PROBLEM, remedy) if rnics else (Level.OK, "")
-    return Finding(subject="locked memory", level=level, text=said, remedy=remedy, details=details)
+    level, remedy = (HostLevel.PROBLEM, remedy) if rnics else (HostLevel.OK, "")
+    return HostFinding(subject="locked memory", level=level, text=said, remedy=remedy, details=details)
 
 
 def _may_lock_any(roots: Roots) -> bool:
@@ -112,19 +112,19 @@ def _may_lock_any(roots: Roots) -> bool:
     return effective is not None and bool(int(effective[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
-def _open_files(limits: ProcessLimits) -> Finding:
+def _open_files(limits: ProcessLimits) -> HostFinding:
     limit = limits.open_files
     few = limit is not None and limit < _FEW_FILES
-    return Finding(
+    return HostFinding(
         subject="open files",
-        level=Level.NOTE if few else Level.OK,
+        level=HostLevel.NOTE if few else HostLevel.OK,
         text="unlimited" if limit is None else f"{limit} per process (ulimit -n)",
         remedy=f"ulimit -n {64 * _FEW_FILES}: data loaders and process groups of large jobs need many" if few else "",
         details={"limit": limit},
     )
 
 
-def _tcp_buffers(roots: Roots) -> Finding:
+def _tcp_buffers(roots: Roots) -> HostFinding:
     """The kernel sizes buffers by itself up to the last number of tcp_rmem and tcp_wmem; we never set them."""
     net = roots.proc / "sys" / "net"
     largest = {}
@@ -144,22 +144,22 @@ def _tcp_buffers(roots: Roots) -> Finding:
     if small:
         text += f"; {' and '.join(small)} hold back fast links with long round trips"
         remedy = "sysctl -w " + " ".join(f"net.ipv4.{name}='4096 131072 16777216'" for name in small)
-    return Finding(
+    return HostFinding(
         subject="TCP buffers",
-        level=Level.NOTE if small else Level.OK,
+        level=HostLevel.NOTE if small else HostLevel.OK,
         text=text,
         remedy=remedy,
         details={**largest, **core},
     )
 
 
-def _shared_memory(limits: ProcessLimits) -> Finding:
+def _shared_memory(limits: ProcessLimits) -> HostFinding:
     free = limits.shared_memory_free_nbytes
     small = free is None or free < _SMALL_SHARED_MEMORY_NBYTES
     said = "there is no /dev/shm" if free is None else f"{spelled_nbytes(free)} free in /dev/shm"
-    return Finding(
+    return HostFinding(
         subject="shared memory",
-        level=Level.NOTE if small else Level.OK,
+        level=HostLevel.NOTE if small else HostLevel.OK,
         text=f"{said}; our rings do not use it (they are anonymous), Megatron's data loaders and NCCL do",
         remedy="give the container more: docker run --shm-size=8g, or --ipc=host" if small else "",
         details={"free_nbytes": free},

@@ -7,7 +7,7 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, Roots, read_number, read_text
+from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, Roots, read_number, read_text
 from adaptra_megatron.transport.setup.interfaces import interface_addresses
 from adaptra_megatron.transport.setup.rnic_affinity import RdmaDevice, RdmaPort, rdma_devices
 from adaptra_megatron.transport.wires.verbs.verbs_device import Port, VerbsUnavailableError
@@ -55,13 +55,13 @@ _MELLANOX = "0x15b3"
 _NETWORK_CLASS = "0x02"
 
 
-def check_rnics(roots: Roots) -> list[Finding]:
+def check_rnics(roots: Roots) -> list[HostFinding]:
     """One finding per port, or one that says why there is none."""
     found = [_port(roots, device, port) for device in rdma_devices(roots.sys) for port in device.ports]
     return found or [_none(roots)]
 
 
-def _none(roots: Roots) -> Finding:
+def _none(roots: Roots) -> HostFinding:
     pci = roots.sys / "bus" / "pci" / "devices"
     idle = [
         entry.name
@@ -69,21 +69,21 @@ def _none(roots: Roots) -> Finding:
         if read_text(entry / "vendor") == _MELLANOX and read_text(entry / "class").startswith(_NETWORK_CLASS)
     ]
     if idle:
-        return Finding(
+        return HostFinding(
             subject="none",
-            level=Level.PROBLEM,
+            level=HostLevel.PROBLEM,
             text=f"no RDMA device, although there is NVIDIA networking hardware at PCI {', '.join(idle)}",
             remedy="load its driver: modprobe mlx5_ib (for a container: on the host)",
             details={"pci_without_driver": idle},
         )
-    return Finding(
+    return HostFinding(
         subject="none",
-        level=Level.OK,
+        level=HostLevel.OK,
         text="this host has no RDMA device; stages on other hosts are reached over TCP",
     )
 
 
-def _port(roots: Roots, device: RdmaDevice, port: RdmaPort) -> Finding:
+def _port(roots: Roots, device: RdmaDevice, port: RdmaPort) -> HostFinding:
     directory = roots.sys / "class" / "infiniband" / device.name
     physical_state = read_text(directory / "ports" / str(port.number) / "phys_state").rpartition(":")[2].strip()
     details: dict[str, object] = {
@@ -99,22 +99,22 @@ def _port(roots: Roots, device: RdmaDevice, port: RdmaPort) -> Finding:
         "numa_node": device.place.numa_node,
     }
     said = [port.state, port.link_layer or "unknown link layer", *filter(None, [port.rate])]
-    level, remedy = Level.OK, ""
+    level, remedy = HostLevel.OK, ""
     if not port.active:
-        level, remedy = Level.NOTE, _how_to_raise(directory / "ports" / str(port.number))
+        level, remedy = HostLevel.NOTE, _how_to_raise(directory / "ports" / str(port.number))
         said.append(f"no link ({physical_state or 'physical state unknown'}), so verbs leaves it out")
     else:
         try:
             said.append(_gid(directory.parent, Port(device.name, port.number), details))
         except VerbsUnavailableError as cause:
-            level, remedy = Level.PROBLEM, "ip address add ADDRESS/BITS dev INTERFACE, for its network interface"
+            level, remedy = HostLevel.PROBLEM, "ip address add ADDRESS/BITS dev INTERFACE, for its network interface"
             said.append(str(cause))
         if details.get("gid_type") == "IB/RoCE v1" and port.link_layer == "Ethernet":
-            level, remedy = Level.NOTE, "enable RoCE v2 and give its interface an address"
+            level, remedy = HostLevel.NOTE, "enable RoCE v2 and give its interface an address"
             said.append("which does not pass routers")
     said.append(_identity(details))
     subject = f"{device.name}/{port.number}"
-    return Finding(subject=subject, level=level, text=", ".join(said), remedy=remedy, details=details)
+    return HostFinding(subject=subject, level=level, text=", ".join(said), remedy=remedy, details=details)
 
 
 def _gid(sysfs: Path, port: Port, details: dict[str, object]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.tools.host_checks.host_findings import Finding, Level
+from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel
 from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, run_ranks
 
 DEADLINE_S = 30.0
@@ -20,10 +20,10 @@ _LEAST_S = 2.0
 """Below that, beginning is pointless."""
 
 
-def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> list[Finding]:
+def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> list[HostFinding]:
     """One finding per transport, within about `deadline_s` seconds (the launcher takes up to 2 s to end its ranks)."""
     until_s = time.monotonic() + deadline_s
-    found: dict[str, Finding] = {}
+    found: dict[str, HostFinding] = {}
     while waiting := [name for name in transports if name not in found]:
         left_s = until_s - time.monotonic()
         if left_s < _LEAST_S:
@@ -65,18 +65,18 @@ def _last_words(error: LaunchError, timeout_s: float) -> str:
     return "; ".join(said) or f"it was not over within {timeout_s:.0f} s"
 
 
-def _passed(outcome: dict[str, Any]) -> Finding:
+def _passed(outcome: dict[str, Any]) -> HostFinding:
     text = (
         f"two processes exchange tensors of {outcome['message_mib']} MiB at {outcome['gib_per_s']:.2f} GiB/s, "
         f"4 KiB there and back in {outcome['round_trip_us']:.0f} us"
     )
-    return Finding(subject=outcome["transport"], level=Level.OK, text=text, details=outcome)
+    return HostFinding(subject=outcome["transport"], level=HostLevel.OK, text=text, details=outcome)
 
 
-def _failed(transport: str, cause: str) -> Finding:
-    return Finding(
+def _failed(transport: str, cause: str) -> HostFinding:
+    return HostFinding(
         subject=transport,
-        level=Level.PROBLEM,
+        level=HostLevel.PROBLEM,
         text=f"two processes of this host could not exchange tensors: {cause}",
         remedy="see transports above; docs/messages.md explains the error messages",
         details={"cause": cause},

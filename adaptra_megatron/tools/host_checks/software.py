@@ -15,7 +15,7 @@ from types import ModuleType
 
 from adaptra_megatron import __version__
 from adaptra_megatron.common import torch_release
-from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, Roots, read_text
+from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, Roots, read_text
 
 DISTRIBUTION = "adaptra-megatron"
 NATIVE_MODULES = (
@@ -44,17 +44,17 @@ def import_quietly(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def check_versions(roots: Roots, import_module: Import = import_quietly) -> list[Finding]:
+def check_versions(roots: Roots, import_module: Import = import_quietly) -> list[HostFinding]:
     """Python, what this package requires, CUDA and NCCL as torch has them, libibverbs, and what is optional."""
     python = f"{platform.python_implementation()} {platform.python_version()}, adaptra-megatron {__version__}"
-    found = [Finding(subject="python", level=Level.OK, text=python, details={"adaptra": __version__})]
+    found = [HostFinding(subject="python", level=HostLevel.OK, text=python, details={"adaptra": __version__})]
     found += [_requirement(*requirement, import_module) for requirement in _requirements()]
     if (cuda := _cuda(roots, import_module)) is not None:
         found.append(cuda)
     return [*found, _libibverbs(), *_optional()]
 
 
-def check_native_modules(import_module: Import = import_quietly) -> list[Finding]:
+def check_native_modules(import_module: Import = import_quietly) -> list[HostFinding]:
     """Return whether the compiled parts load."""
     found = []
     for name in NATIVE_MODULES:
@@ -63,16 +63,16 @@ def check_native_modules(import_module: Import = import_quietly) -> list[Finding
             module = import_module(name)
         except Exception as cause:
             found.append(
-                Finding(
+                HostFinding(
                     subject=subject,
-                    level=Level.PROBLEM,
+                    level=HostLevel.PROBLEM,
                     text=f"does not load: {_first_line(cause)}",
                     remedy=f"build it for this Python: pip install --force-reinstall --no-deps {DISTRIBUTION} (or `.`)",
                     fatal=True,
                 )
             )
             continue
-        found.append(Finding(subject=subject, level=Level.OK, text=f"loads from {module.__file__}"))
+        found.append(HostFinding(subject=subject, level=HostLevel.OK, text=f"loads from {module.__file__}"))
     return found
 
 
@@ -86,7 +86,7 @@ def _requirements() -> list[tuple[str, str]]:
     return [(found[0], found[1]) for line in needed if (found := re.findall(r"^([\w.-]+)\s*(.*)$", line)[0])]
 
 
-def _requirement(name: str, specifier: str, import_module: Import) -> Finding:
+def _requirement(name: str, specifier: str, import_module: Import) -> HostFinding:
     """Installed, in the right version, and importable: a library built for another machine fails only then."""
     remedy = f"pip install '{name}{specifier}'"
     try:
@@ -99,13 +99,13 @@ def _requirement(name: str, specifier: str, import_module: Import) -> Finding:
         version, fits = "unknown", True  # on PYTHONPATH, and it does not say
     except Exception as cause:
         text = f"cannot be imported: {_first_line(cause)}"
-        return Finding(subject=name, level=Level.PROBLEM, text=text, remedy=remedy, fatal=True)
+        return HostFinding(subject=name, level=HostLevel.PROBLEM, text=text, remedy=remedy, fatal=True)
     details = {"version": version, "required": specifier}
     if not fits:
         text = f"{version} is installed, {specifier} is needed"
         remedy = torch_release.remedy(version) if name == "torch" else remedy
-        return Finding(subject=name, level=Level.PROBLEM, text=text, remedy=remedy, fatal=True, details=details)
-    return Finding(subject=name, level=Level.OK, text=version, details=details)
+        return HostFinding(subject=name, level=HostLevel.PROBLEM, text=text, remedy=remedy, fatal=True, details=details)
+    return HostFinding(subject=name, level=HostLevel.OK, text=version, details=details)
 
 
 def _fits(version: str, specifier: str) -> bool:
@@ -116,7 +116,7 @@ def _fits(version: str, specifier: str) -> bool:
     return SpecifierSet(specifier, prereleases=True).contains(version)
 
 
-def _cuda(roots: Roots, import_module: Import) -> Finding | None:
+def _cuda(roots: Roots, import_module: Import) -> HostFinding | None:
     """None where torch is missing, which is a finding of its own."""
     try:
         torch = import_module("torch")
@@ -131,29 +131,29 @@ def _cuda(roots: Roots, import_module: Import) -> Finding | None:
     said.append(f"NCCL {nccl}" if nccl else "without NCCL")
     said.append(f"NVIDIA driver {driver[1]}" if driver else "no NVIDIA driver")
     said.append(f"{gpus} GPUs usable")
-    level, remedy = Level.OK, ""
+    level, remedy = HostLevel.OK, ""
     if driver and not gpus:
-        level = Level.PROBLEM
+        level = HostLevel.PROBLEM
         remedy = (
             "install a torch built for CUDA" if not built else "look at nvidia-smi; CUDA_VISIBLE_DEVICES may hide all"
         )
-    return Finding(subject="CUDA", level=level, text=", ".join(said), remedy=remedy, details=details)
+    return HostFinding(subject="CUDA", level=level, text=", ".join(said), remedy=remedy, details=details)
 
 
-def _libibverbs() -> Finding:
+def _libibverbs() -> HostFinding:
     """rdma-core's release is the last part of its library's file name."""
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         text = "not installed; only verbs needs it"
-        return Finding(subject="libibverbs", level=Level.OK, text=text, details={"rdma_core": None})
+        return HostFinding(subject="libibverbs", level=HostLevel.OK, text=text, details={"rdma_core": None})
     mapped = re.search(r"\S*/libibverbs\.so\S*", Path("/proc/self/maps").read_text())
     release = Path(mapped[0]).resolve().name.removeprefix("libibverbs.so.1.").partition(".")[2] if mapped else ""
     text = f"rdma-core {release}" if release else "installed, release unknown"
-    return Finding(subject="libibverbs", level=Level.OK, text=text, details={"rdma_core": release or None})
+    return HostFinding(subject="libibverbs", level=HostLevel.OK, text=text, details={"rdma_core": release or None})
 
 
-def _optional() -> list[Finding]:
+def _optional() -> list[HostFinding]:
     found = []
     for name, use in _OPTIONAL.items():
         try:
@@ -161,7 +161,7 @@ def _optional() -> list[Finding]:
         except metadata.PackageNotFoundError:
             version = None
         text = version or f"not installed; for {use}"
-        found.append(Finding(subject=name, level=Level.OK, text=text, details={"version": version}))
+        found.append(HostFinding(subject=name, level=HostLevel.OK, text=text, details={"version": version}))
     return found
 
 

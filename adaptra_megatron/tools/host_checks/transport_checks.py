@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
-from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, Roots, read_text
+from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, Roots, read_text
 from adaptra_megatron.tools.host_checks.rnics import Interface
 from adaptra_megatron.transport.wires.verbs.verbs_device import Port, VerbsUnavailableError, find_ports, load_verbs
 
@@ -26,37 +26,37 @@ _WITHOUT_DEVICE = (
 )
 
 
-def check_shm() -> Finding:
+def check_shm() -> HostFinding:
     """Does, within this process, what two processes do: a sealed memfd, its futex, an abstract socket."""
     try:
         _ring_and_doorbell()
         _abstract_socket()
     except ImportError as cause:
-        return Finding(
+        return HostFinding(
             subject="shm",
-            level=Level.PROBLEM,
+            level=HostLevel.PROBLEM,
             text=f"the native module of the transport does not load: {cause}",
             remedy="see the native modules below",
         )
     except (OSError, RuntimeError) as cause:
-        return Finding(
+        return HostFinding(
             subject="shm",
-            level=Level.PROBLEM,
+            level=HostLevel.PROBLEM,
             text=f"cannot be used: {cause}",
             remedy="allow memfd_create, futex and abstract unix sockets in the container's seccomp profile",
         )
     text = "usable: anonymous shared memory, wake-ups across processes and abstract unix sockets work"
-    return Finding(subject="shm", level=Level.OK, text=text, details={USABLE: True})
+    return HostFinding(subject="shm", level=HostLevel.OK, text=text, details={USABLE: True})
 
 
-def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> Finding:
+def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> HostFinding:
     """Where delegates would listen if stages were on several hosts, and that a socket can listen there."""
     try:
         from adaptra_megatron.transport.message_keys import TransportError
         from adaptra_megatron.transport.setup.host_placement import INTERFACE_VARIABLE, listen_tcp, listening_host
     except ImportError as cause:
         text = f"nothing is known: {cause}"
-        return Finding(subject="tcp", level=Level.PROBLEM, text=text, remedy="see the versions below")
+        return HostFinding(subject="tcp", level=HostLevel.PROBLEM, text=text, remedy="see the versions below")
     here = "between stages on this host alone, delegates listen on 127.0.0.1"
     named = "; ".join(f"{interface.addresses[0]} ({interface})" for interface in interfaces if interface.up)
     details: dict[str, object] = {USABLE: True, "addresses": {i.name: list(i.addresses) for i in interfaces}}
@@ -65,15 +65,15 @@ def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -
             f"usable: {here}; between hosts on the address of {_CHOOSE}, or else of the way to MASTER_ADDR, which is "
             f"not set here: one of {named or 'none'}"
         )
-        return Finding(subject="tcp", level=Level.OK, text=text, details=details)
+        return HostFinding(subject="tcp", level=HostLevel.OK, text=text, details=details)
     try:
         host = listening_host(None, one_host=False, environment=environment)
         listener, _address = listen_tcp(host)
         listener.close()
     except TransportError as cause:
-        return Finding(
+        return HostFinding(
             subject="tcp",
-            level=Level.NOTE,
+            level=HostLevel.NOTE,
             text=f"{here}; between hosts not usable: {cause}",
             remedy=f"{_CHOOSE}, or MASTER_ADDR, an address that all hosts reach; this host has {named or 'none'}",
             details=details,
@@ -86,13 +86,13 @@ def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -
     text += f", {way}; {_CHOOSE} chooses another"
     faster = _faster(interfaces, chosen)
     if faster is None:
-        return Finding(subject="tcp", level=Level.OK, text=text, details=details)
+        return HostFinding(subject="tcp", level=HostLevel.OK, text=text, details=details)
     text += f"; {faster} is faster"
     remedy = f"--adaptra-interface {faster.name}, if the other hosts are reached over it"
-    return Finding(subject="tcp", level=Level.NOTE, text=text, remedy=remedy, details=details)
+    return HostFinding(subject="tcp", level=HostLevel.NOTE, text=text, remedy=remedy, details=details)
 
 
-def check_verbs(roots: Roots, load: Callable[[], SimpleNamespace] = load_verbs) -> Finding:
+def check_verbs(roots: Roots, load: Callable[[], SimpleNamespace] = load_verbs) -> HostFinding:
     """Devices with a link, their files in /dev, pyverbs, and that each device opens."""
     sysfs = roots.sys / "class" / "infiniband"
     try:
@@ -103,17 +103,17 @@ def check_verbs(roots: Roots, load: Callable[[], SimpleNamespace] = load_verbs) 
         )
         if not sysfs.exists():
             remedy += "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev INTERFACE"
-        return _unusable(str(cause), remedy, Level.NOTE)
+        return _unusable(str(cause), remedy, HostLevel.NOTE)
     if closed := _closed_files(roots, ports):
         remedy = "docker run --device=/dev/infiniband (or the RDMA device plugin); on the host: modprobe ib_uverbs"
-        return _unusable(f"{', '.join(closed)} cannot be opened", remedy, Level.PROBLEM)
+        return _unusable(f"{', '.join(closed)} cannot be opened", remedy, HostLevel.PROBLEM)
     try:
         verbs = load()
     except VerbsUnavailableError as cause:
         remedy = (
             "apt-get install python3-pyverbs ibverbs-providers (its Python must be this one), or put it on PYTHONPATH"
         )
-        return _unusable(str(cause), remedy, Level.PROBLEM)
+        return _unusable(str(cause), remedy, HostLevel.PROBLEM)
     for port in ports:
         try:
             verbs.Context(name=port.device).close()
@@ -121,15 +121,15 @@ def check_verbs(roots: Roots, load: Callable[[], SimpleNamespace] = load_verbs) 
             remedy = (
                 "install the device's user-space driver: apt-get install ibverbs-providers; ibv_devinfo must show it"
             )
-            return _unusable(f"{port.device} does not open: {cause}", remedy, Level.PROBLEM)
+            return _unusable(f"{port.device} does not open: {cause}", remedy, HostLevel.PROBLEM)
     names = [f"{port.device}/{port.number}" for port in ports]
     text = f"usable over {', '.join(names)}; whether they reach the other hosts, only a run shows"
-    return Finding(subject="verbs", level=Level.OK, text=text, details={USABLE: True, "ports": names})
+    return HostFinding(subject="verbs", level=HostLevel.OK, text=text, details={USABLE: True, "ports": names})
 
 
-def _unusable(cause: str, remedy: str, level: Level) -> Finding:
+def _unusable(cause: str, remedy: str, level: HostLevel) -> HostFinding:
     text = f"not usable: {cause}; --adaptra-host-transport verbs falls back to auto"
-    return Finding(subject="verbs", level=level, text=text, remedy=remedy, details={"cause": cause})
+    return HostFinding(subject="verbs", level=level, text=text, remedy=remedy, details={"cause": cause})
 
 
 def _ring_and_doorbell() -> None:

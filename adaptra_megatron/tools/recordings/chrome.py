@@ -24,7 +24,7 @@ from adaptra_megatron.tools.recordings.ranges import FileRanges, read_ranges
 from adaptra_megatron.tools.recordings.recorded_places import Asked, Places, places_of
 from adaptra_megatron.tools.recordings.recorded_steps import (
     ONE_AT_A_TIME,
-    Action,
+    RecordedAction,
     Steps,
     check_one_job,
     steps_of,
@@ -202,7 +202,7 @@ def _steps(path: Path, files: Sequence[FileRanges], places: Places, folder: Path
         step = each.labels.get("step", None if number is None else int(number[1]))
         micro_batch = each.labels.get("micro_batch")
         duration_s = 1e-6 * (each.end_us - each.start_us)
-        actions.append(Action(cell, each.optype, step, chunk, micro_batch, 1e-6 * start_us, duration_s))
+        actions.append(RecordedAction(cell, each.optype, step, chunk, micro_batch, 1e-6 * start_us, duration_s))
     check_one_job(str(path), actions)
     found = steps_of(str(path), actions, wanted, placement)
     if placement is not None and not any(each.range.on_gpu for each in places.placed):

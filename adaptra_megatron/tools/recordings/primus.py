@@ -17,7 +17,7 @@ from typing import Any
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.tools.recordings.contents import DAMAGED, MOST_NBYTES, opened
 from adaptra_megatron.tools.recordings.naming import seconds_of, whole
-from adaptra_megatron.tools.recordings.recorded_steps import Action, steps_of
+from adaptra_megatron.tools.recordings.recorded_steps import RecordedAction, steps_of
 from adaptra_megatron.tools.recordings.recording import (
     ALL_STEPS,
     Recording,
@@ -69,7 +69,7 @@ def _document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _actions(path: Path, stage: int) -> Iterator[Action]:
+def _actions(path: Path, stage: int) -> Iterator[RecordedAction]:
     splits = False
     for name, row in _document(path).items():
         number = whole(name)
@@ -84,7 +84,9 @@ def _actions(path: Path, stage: int) -> Iterator[Action]:
             yield from _row(path, stage, number, row, prefix, optype)
 
 
-def _row(path: Path, stage: int, number: int, row: dict[str, Any], prefix: str, optype: OpType) -> Iterator[Action]:
+def _row(
+    path: Path, stage: int, number: int, row: dict[str, Any], prefix: str, optype: OpType
+) -> Iterator[RecordedAction]:
     lists = {part: row.get(f"{prefix}_{part}") or [] for part in ("start", "end", "chunk", "minibatch")}
     count = len(lists["start"]) if isinstance(lists["start"], list) else -1
     fits = all(isinstance(each, list) and len(each) in (0, count) for each in lists.values())
@@ -96,6 +98,6 @@ def _row(path: Path, stage: int, number: int, row: dict[str, Any], prefix: str, 
             raise RecordingError(f"{path}, iteration {number}: {prefix} {index} lasts from {start!r} to {end!r}")
         chunk = whole(lists["chunk"][index]) if lists["chunk"] else 0
         micro_batch = whole(lists["minibatch"][index]) if lists["minibatch"] else None
-        yield Action(
+        yield RecordedAction(
             Cell(0, stage), optype, number, chunk or 0, micro_batch, 1e-3 * start_ms, 1e-3 * (end_ms - start_ms)
         )

@@ -29,7 +29,7 @@ _BACKWARD = (OpType.BACKWARD, OpType.BACKWARD_INPUT)
 _NAMES = {OpType.FORWARD: "forward", OpType.BACKWARD_WEIGHT: "weight gradient"}
 
 
-class Action(NamedTuple):
+class RecordedAction(NamedTuple):
     """One operation as it was read; None for what was not said."""
 
     cell: Cell
@@ -58,7 +58,7 @@ class _IncompleteError(Exception):
     """Why a step cannot be replayed."""
 
 
-def steps_of(name: str, actions: Sequence[Action], wanted: Wanted, placement: Placement | None = None) -> Steps:
+def steps_of(name: str, actions: Sequence[RecordedAction], wanted: Wanted, placement: Placement | None = None) -> Steps:
     """The steps that `actions` make. Raises RecordingError where none of those `wanted` is there, or where steps are
     not named and cannot be told apart."""
     found = Steps()
@@ -102,8 +102,8 @@ def _megatrons_or(placement: Placement | None) -> Placement | None:
     return placement
 
 
-def _by_step(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int, list[Action]]:
-    by_step: dict[int, list[Action]] = defaultdict(list)
+def _by_step(name: str, actions: Sequence[RecordedAction], notes: list[str]) -> dict[int, list[RecordedAction]]:
+    by_step: dict[int, list[RecordedAction]] = defaultdict(list)
     unnamed = []
     for each in actions:
         if each.step is None:
@@ -117,9 +117,9 @@ def _by_step(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int
     return by_step
 
 
-def _split(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int, list[Action]]:
+def _split(name: str, actions: Sequence[RecordedAction], notes: list[str]) -> dict[int, list[RecordedAction]]:
     """Steps of actions that do not name theirs: one is over where every cell has done as many backwards as forwards."""
-    computed: dict[Cell, list[Action]] = defaultdict(list)
+    computed: dict[Cell, list[RecordedAction]] = defaultdict(list)
     for each in sorted(actions, key=lambda each: each.start_s):
         if each.optype is OpType.FORWARD or each.optype in _BACKWARD:
             computed[each.cell].append(each)
@@ -142,7 +142,7 @@ def _split(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int, 
     notes.append(
         f"No event names its step: a new one is taken to begin where no micro-batch is under way, every {min(sizes)}."
     )
-    found: dict[int, list[Action]] = defaultdict(list)
+    found: dict[int, list[RecordedAction]] = defaultdict(list)
     for cell, rows in computed.items():
         over_s = [max(each.end_s for each in rows[: 2 * count]) for count in common]
         for each in (each for each in actions if each.cell == cell):
@@ -150,7 +150,7 @@ def _split(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int, 
     return found
 
 
-def _balanced_after(rows: Sequence[Action]) -> list[int]:
+def _balanced_after(rows: Sequence[RecordedAction]) -> list[int]:
     """Numbers of backwards after which a cell, whose actions are given by start, has no micro-batch under way."""
     forwards = backwards = 0
     found = []
@@ -162,13 +162,13 @@ def _balanced_after(rows: Sequence[Action]) -> list[int]:
     return found
 
 
-def _operations(number: int, actions: Sequence[Action], dropped: Counter[str]) -> tuple[Operation, ...]:
+def _operations(number: int, actions: Sequence[RecordedAction], dropped: Counter[str]) -> tuple[Operation, ...]:
     """Chunks counted from 0 on their stage, micro-batches from 0 in their replica, by order where not named."""
-    by_cell: dict[Cell, list[Action]] = defaultdict(list)
+    by_cell: dict[Cell, list[RecordedAction]] = defaultdict(list)
     for each in sorted(actions, key=lambda each: (each.start_s, each.end_s)):
         by_cell[each.cell].append(each)
     several = len({cell.replica for cell in by_cell}) > 1
-    known: dict[Cell, list[Action]] = {}
+    known: dict[Cell, list[RecordedAction]] = {}
     for cell, rows in by_cell.items():
         where = f"step {number}, stage {cell.stage}" + (f" of replica {cell.replica}" if several else "")
         known[cell] = _split_backwards(_named_once(where, _of_training(rows, dropped)))
@@ -193,7 +193,7 @@ def _operations(number: int, actions: Sequence[Action], dropped: Counter[str]) -
     )
 
 
-def _of_training(rows: Sequence[Action], dropped: Counter[str]) -> list[Action]:
+def _of_training(rows: Sequence[RecordedAction], dropped: Counter[str]) -> list[RecordedAction]:
     """Without forwards behind the last backward: those of an evaluation. `rows`: of one cell, by start."""
     last_s = max((each.start_s for each in rows if each.optype in _BACKWARD), default=None)
     if last_s is None:
@@ -204,7 +204,7 @@ def _of_training(rows: Sequence[Action], dropped: Counter[str]) -> list[Action]:
     return kept
 
 
-def _named_once(where: str, rows: Sequence[Action]) -> list[Action]:
+def _named_once(where: str, rows: Sequence[RecordedAction]) -> list[RecordedAction]:
     """With micro-batches, chunks counted from 0. Raises _IncompleteError for an action that is there twice."""
     chunks = sorted({each.chunk for each in rows if each.optype.computes})
     computed = [each for each in rows if each.optype.computes]
@@ -239,8 +239,8 @@ class _Together(NamedTuple):
 
     share: float
     """Of all its computation."""
-    later: Action
-    earlier: Action
+    later: RecordedAction
+    earlier: RecordedAction
     """That had not ended when `later` began; the first such pair."""
 
     def __str__(self) -> str:
@@ -251,7 +251,7 @@ class _Together(NamedTuple):
         return f"{later} began before {earlier} was over"
 
 
-def _together(rows: Iterable[Action], *, of_steps: bool = False) -> _Together | None:
+def _together(rows: Iterable[RecordedAction], *, of_steps: bool = False) -> _Together | None:
     """What ran side by side of one cell, given by start; None where that is rounding. `of_steps`: of several steps."""
     computed = [each for each in rows if each.optype.computes]
     both_s, pair = 0.0, None
@@ -267,7 +267,7 @@ def _together(rows: Iterable[Action], *, of_steps: bool = False) -> _Together | 
     return None if pair is None or share <= _SIDE_BY_SIDE else _Together(share, *pair)
 
 
-def _check_one_at_a_time(where: str, rows: Sequence[Action]) -> None:
+def _check_one_at_a_time(where: str, rows: Sequence[RecordedAction]) -> None:
     """Raise _IncompleteError where actions of one cell, given by start, ran side by side."""
     found = _together(rows)
     if found is None:
@@ -282,9 +282,9 @@ def _check_one_at_a_time(where: str, rows: Sequence[Action]) -> None:
     )
 
 
-def check_one_job(name: str, actions: Sequence[Action]) -> None:
+def check_one_job(name: str, actions: Sequence[RecordedAction]) -> None:
     """Raise RecordingError where a cell did several steps at the same time."""
-    by_cell: dict[Cell, list[Action]] = defaultdict(list)
+    by_cell: dict[Cell, list[RecordedAction]] = defaultdict(list)
     for each in sorted(actions, key=lambda each: each.start_s):
         by_cell[each.cell].append(each)
     for cell, rows in by_cell.items():
@@ -295,7 +295,7 @@ def check_one_job(name: str, actions: Sequence[Action]) -> None:
             )
 
 
-def _split_backwards(rows: Sequence[Action]) -> list[Action]:
+def _split_backwards(rows: Sequence[RecordedAction]) -> list[RecordedAction]:
     """Backwards beside a weight gradient of their own are input halves: zero-bubble recordings say F, B and W."""
     weights = {(each.chunk, each.micro_batch) for each in rows if each.optype is OpType.BACKWARD_WEIGHT}
     return [
@@ -306,11 +306,11 @@ def _split_backwards(rows: Sequence[Action]) -> list[Action]:
     ]
 
 
-def _name(action: Action) -> str:
+def _name(action: RecordedAction) -> str:
     return _NAMES.get(action.optype, "backward")
 
 
-def _check_chunks(number: int, known: Mapping[Cell, Sequence[Action]]) -> None:
+def _check_chunks(number: int, known: Mapping[Cell, Sequence[RecordedAction]]) -> None:
     counts = {cell: len({each.chunk for each in rows if each.optype.computes}) for cell, rows in known.items()}
     few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     if counts[few] < counts[many]:
@@ -319,7 +319,7 @@ def _check_chunks(number: int, known: Mapping[Cell, Sequence[Action]]) -> None:
         )
 
 
-def _check_alike(number: int, cells: Mapping[Cell, Sequence[Action]], several: bool) -> dict[int, int]:
+def _check_alike(number: int, cells: Mapping[Cell, Sequence[RecordedAction]], several: bool) -> dict[int, int]:
     """The micro-batches of a replica, counted from 0. Raises _IncompleteError where an action is missing."""
     ran = {
         cell: {

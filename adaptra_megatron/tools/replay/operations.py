@@ -90,7 +90,7 @@ class Operation(NamedTuple):
         return f"{self.optype} {self.sequence} of cell {self.cell}"
 
 
-class Message(NamedTuple):
+class ReplayMessage(NamedTuple):
     """A message that was not recorded itself: between two actions that were."""
 
     sender: Operation
@@ -113,7 +113,7 @@ class RecordedStep:
 
     number: int
     operations: tuple[Operation, ...]
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ReplayMessage, ...] = ()
     """Where computation alone was recorded: what its actions must have sent (see `messages.with_messages`)."""
     blocking: bool | None = None
     """Whether cells wait for the end of each exchange before they compute on; None: recorded messages tell."""

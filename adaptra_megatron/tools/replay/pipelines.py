@@ -12,7 +12,7 @@ from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk, PerMicroBatch
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.tools.replay.operations import OpType, RecordedStep, ReplayError
-from adaptra_megatron.tools.replay.replay_engine import Batch, slowness_of
+from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, slowness_of
 from adaptra_megatron.tools.replay.replay_graph import blocks
 
 KINDS = {
@@ -52,7 +52,7 @@ class RecordedPipelines:
         return self.schedule.splits_backward
 
 
-def pipelines_of(step: RecordedStep, batches: Sequence[Batch]) -> RecordedPipelines:
+def pipelines_of(step: RecordedStep, batches: Sequence[ReplayBatch]) -> RecordedPipelines:
     """The pipelines of `step`, which is one of those in `batches`.
 
     Raises ReplayError if its replicas did not run the same actions, or no backward.

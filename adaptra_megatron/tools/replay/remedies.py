@@ -28,8 +28,8 @@ from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
 from adaptra_megatron.tools.replay.operations import OpType, RecordedStep
 from adaptra_megatron.tools.replay.pipelines import RecordedPipelines, pipelines_of
-from adaptra_megatron.tools.replay.replay_engine import Batch, Times, replay, step_seconds
-from adaptra_megatron.tools.replay.replay_graph import Event
+from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, Times, replay, step_seconds
+from adaptra_megatron.tools.replay.replay_graph import ReplayEvent
 
 SLOW_CELL = 1.1
 """A cell that takes this much longer than its peers counts as slow: exchanging its node is worth a thought."""
@@ -72,7 +72,7 @@ class Remedies:
         return max(0.0, 1.0 - remedy.seconds / self.now_s)
 
 
-def remedies_for(step: RecordedStep, batches: Sequence[Batch]) -> Remedies:
+def remedies_for(step: RecordedStep, batches: Sequence[ReplayBatch]) -> Remedies:
     """What each remedy would make of `step`, which is one of those in `batches`."""
     of_step = _Step(step, batches)
     why_not, found = "", []
@@ -92,7 +92,7 @@ def remedies_for(step: RecordedStep, batches: Sequence[Batch]) -> Remedies:
 class _Step:
     """A step, its replay, and its pipelines."""
 
-    def __init__(self, step: RecordedStep, batches: Sequence[Batch]) -> None:
+    def __init__(self, step: RecordedStep, batches: Sequence[ReplayBatch]) -> None:
         self._step = step
         self._batches = batches
         batch = next(each for each in batches if step.number in each.numbers)
@@ -125,10 +125,10 @@ class _Step:
         found = self.pipelines
         return max(simulate(found.schedule, costs).makespan_s for costs in found.replicas)
 
-    def replayed(self, factor: Callable[[Event], float]) -> float:
+    def replayed(self, factor: Callable[[ReplayEvent], float]) -> float:
         """Seconds of the step with the work of each action times a factor."""
 
-        def work_s(index: int, event: Event) -> Times:
+        def work_s(index: int, event: ReplayEvent) -> Times:
             scale = factor(event) if event.optype.computes else 1.0
             found: Times = scale * self._batch.work_s[index][None, :]
             return found
@@ -277,7 +277,7 @@ def _even_stages(step: _Step) -> Remedy | None:
         for forward, names in ((True, ("forward_s",)), (False, both))
     }
 
-    def factor(event: Event) -> float:
+    def factor(event: ReplayEvent) -> float:
         row = usual_s[event.optype is OpType.FORWARD]
         own_s = row[event.takers[0].cell.stage]
         return statistics.fmean(row) / own_s if own_s > 0.0 else 1.0

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
-from adaptra_megatron.tools.replay.replay_graph import Event, StepGraph, StepTimes, graph_of
+from adaptra_megatron.tools.replay.replay_graph import ReplayEvent, StepGraph, StepTimes, graph_of
 
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class ReplayBatch:
     """Steps of one graph."""
 
     graph: StepGraph
@@ -41,7 +41,7 @@ class Batch:
 
 def batches_of(
     steps: Sequence[RecordedStep], graphs: Sequence[tuple[StepGraph, StepTimes]] | None = None
-) -> list[Batch]:
+) -> list[ReplayBatch]:
     """The steps by their graph, the most frequent first. `graphs`: of the steps, where they are known. Raises
     ReplayError for no step, and as `graph_of`."""
     if not steps:
@@ -50,7 +50,7 @@ def batches_of(
     for step, (graph, times) in zip(steps, graphs or map(graph_of, steps), strict=True):
         found.setdefault(graph, []).append((step.number, times))
     batches = [
-        Batch(
+        ReplayBatch(
             graph,
             tuple(number for number, _ in rows),
             np.array([times.delays_s for _, times in rows]).T,
@@ -61,11 +61,11 @@ def batches_of(
     return sorted(batches, key=lambda batch: -len(batch.numbers))
 
 
-Work = Callable[[int, Event], Times]
+Work = Callable[[int, ReplayEvent], Times]
 """Work of an event, by its index, as [question, step]."""
 
 
-def replay(batch: Batch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
+def replay(batch: ReplayBatch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
     """When each event ends, [event, question, step], from the start of the step.
 
     `work_s` None: what was recorded, one question. Without `launch_delays` hosts take no time, and all cells start at
@@ -74,12 +74,12 @@ def replay(batch: Batch, work_s: Work | None = None, *, launch_delays: bool = Tr
     return np.stack(np.broadcast_arrays(*_ends(batch, work_s, launch_delays)))
 
 
-def step_seconds(batch: Batch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
+def step_seconds(batch: ReplayBatch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
     """[question, step]: until the last event has ended, as `replay`."""
     return reduce(np.maximum, _ends(batch, work_s, launch_delays))
 
 
-def _ends(batch: Batch, work_s: Work | None, launch_delays: bool) -> list[Times]:
+def _ends(batch: ReplayBatch, work_s: Work | None, launch_delays: bool) -> list[Times]:
     ends: list[Times] = []
     taker = 0
     nothing = np.zeros((1, len(batch.numbers)))
@@ -106,7 +106,7 @@ _SHORTEST_PART = 2
 """Steps that a change has to last."""
 
 
-def paces_of(batches: Sequence[Batch]) -> dict[Cell, dict[int, float]]:
+def paces_of(batches: Sequence[ReplayBatch]) -> dict[Cell, dict[int, float]]:
     """For each cell and step, its computation over the median of the cells of its stage: of an even number, the quicker
     of the two in the middle, so that of two cells the slow one is compared with the other and not with both.
 
@@ -124,12 +124,12 @@ def paces_of(batches: Sequence[Batch]) -> dict[Cell, dict[int, float]]:
     return found
 
 
-def slowness_of(batches: Sequence[Batch]) -> dict[Cell, float]:
+def slowness_of(batches: Sequence[ReplayBatch]) -> dict[Cell, float]:
     """For each cell its pace, the median over all steps."""
     return {cell: statistics.median(paces.values()) for cell, paces in paces_of(batches).items()}
 
 
-def stage_paces_of(batches: Sequence[Batch]) -> dict[int, dict[int, float]]:
+def stage_paces_of(batches: Sequence[ReplayBatch]) -> dict[int, dict[int, float]]:
     """For each stage and step, its computation in all replicas over the mean of all stages."""
     found: dict[int, dict[int, float]] = {}
     for batch in batches:
@@ -158,7 +158,7 @@ def changed_at(values: Mapping[int, float]) -> int | None:
     return numbers[best] if abs(after - before) > STEP_CHANGE * before else None
 
 
-def _computed_s(batch: Batch) -> dict[Cell, Times]:
+def _computed_s(batch: ReplayBatch) -> dict[Cell, Times]:
     """Seconds of each cell's computation, by step."""
     found: dict[Cell, Times] = {}
     for index, event in enumerate(batch.graph.events):

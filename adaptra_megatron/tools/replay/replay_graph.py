@@ -28,11 +28,11 @@ from adaptra_megatron.tools.replay.operations import (
     OVER_JOB,
     OVER_REPLICAS,
     OVER_STAGES,
-    Message,
     Operation,
     OpType,
     RecordedStep,
     ReplayError,
+    ReplayMessage,
 )
 
 # When stock Megatron-core's schedules send and receive, told from the order of their actions.
@@ -43,15 +43,15 @@ from adaptra_megatron.tools.replay.operations import (
 # over when all its messages are, and a message when both its ends have come to it and it has been transferred.
 
 
-class Call(NamedTuple):
+class ReplayCall(NamedTuple):
     """What a cell exchanges at once, by the messages' places in the step."""
 
     messages: tuple[int, ...]
 
 
-Slot = Operation | Call
+Slot = Operation | ReplayCall
 _KNOWN = (OpType.FORWARD, OpType.BACKWARD)
-_Calls = dict[Operation | None, list[Call]]
+_Calls = dict[Operation | None, list[ReplayCall]]
 """The calls after each action; those before the first one at None."""
 
 
@@ -102,7 +102,7 @@ def _calls_between(
         receives = [used[each] for each in after if each in used]
         alike = apart and before and after and before[0].optype is after[0].optype
         groups = [sends, receives] if alike else [[*sends, *receives]]
-        calls[before[-1] if before else None] = [Call(tuple(group)) for group in groups if group]
+        calls[before[-1] if before else None] = [ReplayCall(tuple(group)) for group in groups if group]
     return calls
 
 
@@ -124,7 +124,7 @@ class Taker(NamedTuple):
     """Events that have to end first; empty at the beginning of a step."""
 
 
-class Event(NamedTuple):
+class ReplayEvent(NamedTuple):
     """What ends for all its takers at once. Times are not here: steps of one graph differ in them alone."""
 
     optype: OpType
@@ -151,7 +151,7 @@ class Event(NamedTuple):
 class StepGraph:
     """Events of a step, each after those it waits for. Equal graphs can be replayed side by side."""
 
-    events: tuple[Event, ...]
+    events: tuple[ReplayEvent, ...]
 
 
 class StepTimes(NamedTuple):
@@ -308,7 +308,7 @@ def _assembled(step: RecordedStep, drafts: dict[_Key, _Draft]) -> tuple[StepGrap
         _check_message(step, key, operations)
         takers = sorted(zip(operations, before, ready_s, strict=True), key=lambda taker: taker[0].cell)
         events.append(
-            Event(
+            ReplayEvent(
                 _named(operations),
                 tuple(Taker(each.cell, tuple(sorted(number[one] for one in rows))) for each, rows, _ in takers),
                 operations[0].chunk,
@@ -360,7 +360,7 @@ def _with_found_messages(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
             delays_s += [0.0] * len(takers)
             work_s.append(message.seconds)
         events.append(
-            Event(
+            ReplayEvent(
                 operation.optype if message is None else message.optype,
                 tuple(Taker(cell, tuple(sorted(number[one] for one in before))) for cell, before, _ in takers),
                 operation.chunk,
@@ -405,7 +405,7 @@ class _Found:
         return [(key, self.lines[key]) for key in sorted(self.lines)]
 
 
-def _message_key(message: Message) -> _Key:
+def _message_key(message: ReplayMessage) -> _Key:
     sender = message.sender
     return (message.optype.value, 2, *sender.cell, sender.chunk, sender.micro_batch)
 
@@ -422,7 +422,7 @@ def _lines_around_messages(step: RecordedStep) -> tuple[dict[_Key, list[_Line]],
     for cell, program in (programs_of(step) if step.blocking else step.by_cell()).items():
         before: list[_Key] = []
         for slot in program:
-            if isinstance(slot, Call):
+            if isinstance(slot, ReplayCall):
                 for index in slot.messages:
                     lines.setdefault(keys[index], []).append((cell, before, math.nan))
                 before = [keys[index] for index in slot.messages]

@@ -19,8 +19,15 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.tools.replay.operations import SENDING, Message, Operation, OpType, RecordedStep, ReplayError
-from adaptra_megatron.tools.replay.replay_graph import Call, Slot, misfit_s, programs_of
+from adaptra_megatron.tools.replay.operations import (
+    SENDING,
+    Operation,
+    OpType,
+    RecordedStep,
+    ReplayError,
+    ReplayMessage,
+)
+from adaptra_megatron.tools.replay.replay_graph import ReplayCall, Slot, misfit_s, programs_of
 
 _QUICK = 0.05
 """Share of a link's messages that may be quicker than what the link is said to take: clocks are read a little late."""
@@ -59,7 +66,7 @@ def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     return found
 
 
-def pairs_of(step: RecordedStep) -> Iterator[Message]:
+def pairs_of(step: RecordedStep) -> Iterator[ReplayMessage]:
     """The messages that the actions of `step` must have had, without their seconds. Raises ReplayError for a step
     whose stages hold different numbers of chunks."""
     users = {
@@ -85,7 +92,7 @@ def pairs_of(step: RecordedStep) -> Iterator[Message]:
             continue
         key = (Cell(operation.cell.replica, place.stage), forward, place.chunk, operation.micro_batch)
         if key in users:
-            yield Message(operation, users[key], 0.0)
+            yield ReplayMessage(operation, users[key], 0.0)
 
 
 def _block(sample: Sequence[RecordedStep]) -> bool:
@@ -114,7 +121,7 @@ def _of_some_replicas(step: RecordedStep) -> RecordedStep:
     )
 
 
-def _link(message: Message) -> Link:
+def _link(message: ReplayMessage) -> Link:
     return message.sender.cell.replica, *message.link
 
 
@@ -149,7 +156,7 @@ def _overlapping(step: RecordedStep, *, even: bool = False) -> RecordedStep:
     slowest_s = {} if even else {link: _SLOWER * max(row) for link, row in rows.items()}
     little_s = _little_s(step)
 
-    def seconds(message: Message, room_s: float, was_waited_for: bool) -> float:
+    def seconds(message: ReplayMessage, room_s: float, was_waited_for: bool) -> float:
         if was_waited_for and not even:
             return room_s
         # The user was free while the message was under way: it waited, if a message of this link can take so long.
@@ -218,16 +225,16 @@ class _Exchanges:
     """The calls of a replica: when each end comes to a message, and when it went on."""
 
     def __init__(self, step: RecordedStep, programs: Mapping[Cell, Sequence[Slot]]) -> None:
-        self._after: dict[int, list[tuple[float, Call | None]]] = defaultdict(list)
+        self._after: dict[int, list[tuple[float, ReplayCall | None]]] = defaultdict(list)
         """For both ends of each message: when it came there, or the call it came from."""
-        self._calls: list[tuple[Call, float]] = []
+        self._calls: list[tuple[ReplayCall, float]] = []
         """With the moment at which its cell went on, infinity where that is not known."""
         self._of: dict[int, list[int]] = defaultdict(list)
         """The calls of both ends."""
         for program in programs.values():
-            before: tuple[float, Call | None] = (step.start_s, None)
+            before: tuple[float, ReplayCall | None] = (step.start_s, None)
             for index, slot in enumerate(program):
-                if not isinstance(slot, Call):
+                if not isinstance(slot, ReplayCall):
                     before = (slot.end_s, None)
                     continue
                 then = program[index + 1] if index + 1 < len(program) else None

@@ -24,8 +24,8 @@ import numpy as np
 
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.tools.replay.operations import OpType, RecordedStep, ReplayError
-from adaptra_megatron.tools.replay.replay_engine import Batch, Times, Work, slowness_of, step_seconds
-from adaptra_megatron.tools.replay.replay_graph import Event
+from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, Times, Work, slowness_of, step_seconds
+from adaptra_megatron.tools.replay.replay_graph import ReplayEvent
 
 SLOWEST_WORKERS = 0.03
 """Share of all workers that M_W takes for the slowest, at least one: the paper's."""
@@ -38,7 +38,7 @@ them, a message or a collective if any of its takers is; all others are ideal.""
 
 
 @dataclass(frozen=True)
-class Stragglers:
+class ReplayedStragglers:
     """What slowed the steps, by their numbers."""
 
     numbers: tuple[int, ...]
@@ -87,8 +87,8 @@ class Stragglers:
 
 
 def stragglers_of(
-    steps: Sequence[RecordedStep], batches: Sequence[Batch], ideal_by_optype: Mapping[OpType, float] | None = None
-) -> Stragglers:
+    steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch], ideal_by_optype: Mapping[OpType, float] | None = None
+) -> ReplayedStragglers:
     """What slowed `steps`, at least one, of which `batches` are made. `ideal_by_optype`: for some steps of a recording,
     the ideals of all. Raises ReplayError if nothing takes any time."""
     job = _Questions(batches, ideal_by_optype or ideal_seconds(steps, batches))
@@ -123,7 +123,7 @@ def stragglers_of(
     )
     lost_s = _mean(prompt_s) - ideal_s
     recorded = {step.number: step.seconds for step in sorted(steps, key=lambda step: step.number)}
-    return Stragglers(
+    return ReplayedStragglers(
         numbers=tuple(recorded),
         recorded_s=tuple(recorded.values()),
         replayed_s=job.as_recorded(recorded),
@@ -151,7 +151,7 @@ def _largest_first(names: Sequence[_Each], seconds: Iterator[float], ideal_s: fl
     return dict(sorted(found, key=lambda entry: -entry[1]))
 
 
-def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> dict[OpType, float]:
+def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch]) -> dict[OpType, float]:
     """The ideal of each type: over all steps, of which `batches` are made, stages and replicas."""
     found: dict[OpType, list[Times]] = {}
     links: dict[OpType, set[tuple[int, int] | None]] = {}
@@ -178,7 +178,7 @@ def _ideal_s(optype: OpType, seconds: Times, links: int) -> float:
 class _Questions:
     """Replays of all steps for many questions, without launch delays."""
 
-    def __init__(self, batches: Sequence[Batch], ideal_s: Mapping[OpType, float]) -> None:
+    def __init__(self, batches: Sequence[ReplayBatch], ideal_s: Mapping[OpType, float]) -> None:
         self._batches = batches
         self.ideal_s = ideal_s
 
@@ -222,14 +222,14 @@ class _Questions:
         found: list[float] = []
         for batch in self._batches:
 
-            def work_s(index: int, event: Event, batch: Batch = batch) -> Times:
+            def work_s(index: int, event: ReplayEvent, batch: ReplayBatch = batch) -> Times:
                 here: Times = batch.work_s[index][None, :] * (event.link is None)
                 return here
 
             found += map(float, step_seconds(batch, work_s, launch_delays=False)[0])
         return found
 
-    def _work_of(self, batch: Batch, kept: Sequence[Kept]) -> Work:
+    def _work_of(self, batch: ReplayBatch, kept: Sequence[Kept]) -> Work:
         asking: dict[tuple[object, ...], list[int]] = {}
         for question, names in enumerate(kept):
             for name in names:
@@ -237,7 +237,7 @@ class _Questions:
         keeps: dict[object, Times] = {}
         """By what a question may ask of an event: its micro-batch is no part of it."""
 
-        def work_s(index: int, event: Event) -> Times:
+        def work_s(index: int, event: ReplayEvent) -> Times:
             asked = event.optype, event.takers[0].cell, event.takers[-1].cell, len(event.takers), event.source
             if (kept_here := keeps.get(asked)) is None:
                 kept_here = keeps[asked] = np.zeros((len(kept), 1), dtype=bool)
@@ -248,13 +248,13 @@ class _Questions:
         return work_s
 
 
-def _kind(event: Event) -> tuple[OpType, int, int]:
+def _kind(event: ReplayEvent) -> tuple[OpType, int, int]:
     """What equal actions share: type, stage and chunk."""
     return event.optype, event.takers[0].cell.stage, event.chunk
 
 
-def _even(batch: Batch, mean_s: Mapping[tuple[OpType, int, int], Times], slowness: Mapping[Cell, float]) -> Work:
-    def work_s(index: int, event: Event) -> Times:
+def _even(batch: ReplayBatch, mean_s: Mapping[tuple[OpType, int, int], Times], slowness: Mapping[Cell, float]) -> Work:
+    def work_s(index: int, event: ReplayEvent) -> Times:
         if event.optype.computes:
             even: Times = slowness[event.takers[0].cell] * mean_s[_kind(event)][None, :]
             return even

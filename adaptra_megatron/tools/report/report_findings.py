@@ -16,7 +16,7 @@ from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events.events import PlanSwitched
 from adaptra_megatron.tools.recordings.run_files import Progress
 from adaptra_megatron.tools.recordings.run_record import Part, RunIteration, RunRecord
-from adaptra_megatron.tools.traces.waiting import Cause, CauseKind, Flight, IterationAnalysis, Phase
+from adaptra_megatron.tools.traces.waiting import Cause, CauseKind, Flight, IterationAnalysis, WaitingPhase
 
 Link = tuple[int, int]
 
@@ -102,13 +102,13 @@ class PartFinding:
         return sorted(slow, key=lambda link: -self.links[link].median_s)
 
 
-def use_of(phase: Phase, cause: Cause) -> Use:
+def use_of(phase: WaitingPhase, cause: Cause) -> Use:
     """The heading that an idle period comes under."""
     if cause.kind is CauseKind.LINK:
         return Use.LINK
-    if phase is Phase.END:
+    if phase is WaitingPhase.END:
         return Use.DRAIN
-    if phase is Phase.START:
+    if phase is WaitingPhase.START:
         return Use.FILL
     return Use.STAGE if cause.kind in (CauseKind.STAGE, CauseKind.REPLICA) else Use.OVERHEAD
 

@@ -199,14 +199,14 @@ class LateReplica(NamedTuple):
     remedy: str
 
 
-class Arrivals(NamedTuple):
+class RouteArrivals(NamedTuple):
     """For the page."""
 
     late: Sequence[LateReplica]
     maps: Sequence[HeatMap]
 
 
-def arrivals_of(events: Sequence[StampedEvent]) -> Arrivals | None:
+def arrivals_of(events: Sequence[StampedEvent]) -> RouteArrivals | None:
     """None of a run whose replicas were not watched."""
     seen = [found.event for found in events if isinstance(found.event, ArrivalsSeen) and found.event.lags_s]
     late: list[LateReplica] = []
@@ -226,7 +226,7 @@ def arrivals_of(events: Sequence[StampedEvent]) -> Arrivals | None:
     # The worst of each replica's being late would be many: the latest ones, and the worst of all.
     worst = max(seen, key=_longest_s)
     shown = [each for each in seen if each is worst or each in seen[-MOST_MAPS + 1 :]]
-    return Arrivals(late, [_map(each, max(1e-9, _longest_s(worst))) for each in shown])
+    return RouteArrivals(late, [_map(each, max(1e-9, _longest_s(worst))) for each in shown])
 
 
 def _longest_s(seen: ArrivalsSeen) -> float:

@@ -17,7 +17,7 @@ from adaptra_megatron.tools.report.breakdowns import use_class
 from adaptra_megatron.tools.report.charts import round_step
 from adaptra_megatron.tools.report.report_findings import Use, use_of
 from adaptra_megatron.tools.report.report_wording import cause_name, percent
-from adaptra_megatron.tools.traces.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, Phase
+from adaptra_megatron.tools.traces.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, WaitingPhase
 
 WIDTH = 1200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 6, 4, 34
@@ -195,7 +195,7 @@ class Timeline:
 _KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-def _idle_text(phase: Phase, cause: Cause) -> str:
-    if phase is Phase.END:
+def _idle_text(phase: WaitingPhase, cause: Cause) -> str:
+    if phase is WaitingPhase.END:
         return "idle: its work of this iteration was done"
     return f"idle, waiting for {cause_name(cause)}"

@@ -43,7 +43,7 @@ class Cause(NamedTuple):
     target: int = -1
 
 
-class Phase(str, enum.Enum):
+class WaitingPhase(str, enum.Enum):
     """The part of a stage's iteration that an idle period lies in."""
 
     START = "start"
@@ -59,7 +59,7 @@ class IdlePeriod(NamedTuple):
     stage: int
     start_s: float
     end_s: float
-    phase: Phase
+    phase: WaitingPhase
     cause: Cause
 
     @property
@@ -141,12 +141,12 @@ class IterationAnalysis:
             for piece in self._pieces[stage]:
                 if not piece.idle:
                     continue
-                phase = Phase.MIDDLE
+                phase = WaitingPhase.MIDDLE
                 if piece.end_s <= first_s:
-                    phase = Phase.START
+                    phase = WaitingPhase.START
                 elif piece.start_s >= last_s:
-                    phase = Phase.END
-                if phase is Phase.END:
+                    phase = WaitingPhase.END
+                if phase is WaitingPhase.END:
                     found.append(IdlePeriod(stage, piece.start_s, piece.end_s, phase, Cause(CauseKind.NO_WORK)))
                     continue
                 for start_s, end_s, cause in _merged(self._causes(stage, piece, piece.start_s, piece.end_s)):
@@ -246,9 +246,9 @@ class IterationAnalysis:
             index += 1
 
 
-def idle_seconds(periods: Iterable[IdlePeriod]) -> dict[tuple[Phase, Cause], float]:
+def idle_seconds(periods: Iterable[IdlePeriod]) -> dict[tuple[WaitingPhase, Cause], float]:
     """Seconds by phase and cause, the largest first."""
-    totals: dict[tuple[Phase, Cause], float] = defaultdict(float)
+    totals: dict[tuple[WaitingPhase, Cause], float] = defaultdict(float)
     for period in periods:
         totals[period.phase, period.cause] += period.seconds
     return dict(sorted(totals.items(), key=lambda entry: -entry[1]))

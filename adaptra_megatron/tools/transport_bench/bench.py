@@ -39,7 +39,7 @@ class BenchRequest:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTransport:
     """One transport, one message size; each list has one value per round, measured right after one another."""
 
     transport: str
@@ -56,7 +56,7 @@ class Measured:
 class BenchReport:
     """Everything that was measured."""
 
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredTransport] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """One line for each thing that could not be measured, and why."""
 
@@ -66,7 +66,7 @@ class BenchReport:
     @classmethod
     def from_json(cls, text: str) -> BenchReport:
         loaded = json.loads(text)
-        return cls([Measured(**entry) for entry in loaded["measured"]], loaded["left_out"])
+        return cls([MeasuredTransport(**entry) for entry in loaded["measured"]], loaded["left_out"])
 
 
 def run_on_this_host(request: BenchRequest, *, timeout_s: float) -> BenchReport:

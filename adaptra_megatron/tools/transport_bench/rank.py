@@ -23,7 +23,7 @@ from adaptra_megatron.tools.transport_bench.bench import (
     RANKS,
     BenchReport,
     BenchRequest,
-    Measured,
+    MeasuredTransport,
     request_from_json,
 )
 from adaptra_megatron.tools.transport_bench.yardsticks import Yardsticks, iperf_installed
@@ -170,8 +170,8 @@ def _yardsticks(request: BenchRequest, one_host: bool, report: BenchReport) -> d
 
 def _measure_size(
     pair: Pair, transport: str, nbytes: int, rounds: int, yardsticks: dict[str, Yardstick] | None
-) -> Measured:
-    row = Measured(transport, nbytes, [], [])
+) -> MeasuredTransport:
+    row = MeasuredTransport(transport, nbytes, [], [])
     used = yardsticks if yardsticks is not None and nbytes >= YARDSTICK_NBYTES else {}
     row.yardsticks.update({name: [] for name in used})
     for round_number in range(-WARM_UP_ROUNDS, rounds):

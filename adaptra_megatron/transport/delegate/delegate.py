@@ -17,22 +17,22 @@ import socket
 from collections.abc import Coroutine
 
 from adaptra_megatron.common.authentication.acceptor import Acceptor
-from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, Refusal, wait_readable
+from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose, wait_readable
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Ring, die_with_parent
 from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.delegate.delegate_control import (
-    Close,
+    CloseLink,
     ControlEndedError,
-    Counters,
+    DelegateCounters,
     Down,
     Listen,
     Message,
-    Open,
+    OpenLink,
     Ping,
     Pong,
     Report,
-    Start,
+    StartDelegate,
     Stop,
 )
 from adaptra_megatron.transport.delegate.link_session import LinkSession
@@ -44,7 +44,7 @@ logger = logger_of(__name__)
 class Delegate:
     """Does what its training process asks for over the control socket, until that ends."""
 
-    def __init__(self, channel: socket.socket, start: Start, listeners: list[socket.socket]) -> None:
+    def __init__(self, channel: socket.socket, start: StartDelegate, listeners: list[socket.socket]) -> None:
         self._channel, self._start, self._listeners = channel, start, listeners
         self._links: dict[int, LinkSession] = {}
         self._closed: dict[int, int] = {}
@@ -68,15 +68,15 @@ class Delegate:
                 self._tell(Pong(number=message.number), [])
             elif isinstance(message, Report):
                 self._tell(self._counters(message.number), [])
-            elif isinstance(message, Open):
+            elif isinstance(message, OpenLink):
                 self._open(message, descriptors)
-            elif isinstance(message, Close):
+            elif isinstance(message, CloseLink):
                 self._begin(self._close(message))
             elif isinstance(message, Listen):
                 self._listeners += [socket.socket(fileno=descriptor) for descriptor in descriptors]
                 self._acceptor.listen(self._listeners[-1])
 
-    def _open(self, request: Open, descriptors: list[int]) -> None:
+    def _open(self, request: OpenLink, descriptors: list[int]) -> None:
         try:
             rings = [Ring.attach(descriptor) for descriptor in descriptors]
         except RuntimeError as cause:  # RingError, or no memory or descriptor
@@ -95,7 +95,7 @@ class Delegate:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _close(self, request: Close) -> None:
+    async def _close(self, request: CloseLink) -> None:
         self._closed[request.peer] = request.opening
         link = self._links.get(request.peer)
         if link is not None and link.opening <= request.opening:
@@ -109,10 +109,12 @@ class Delegate:
 
     async def _admit(self, purpose: Purpose, connection: socket.socket) -> None:
         if (purpose.job, purpose.target) != (bytes.fromhex(self._start.job), self._start.rank):
-            raise HandshakeError(Refusal.MISDIRECTED, f"this is rank {self._start.rank}, not {purpose.target}")
+            raise HandshakeError(HandshakeRefusal.MISDIRECTED, f"this is rank {self._start.rank}, not {purpose.target}")
         link = self._link(purpose.source, purpose.opening)
         if link is None:
-            raise HandshakeError(Refusal.MISDIRECTED, f"opening {purpose.opening} of this link has been closed")
+            raise HandshakeError(
+                HandshakeRefusal.MISDIRECTED, f"opening {purpose.opening} of this link has been closed"
+            )
         await link.admit(purpose, connection)
 
     def _link(self, peer: int, opening: int) -> LinkSession | None:
@@ -129,9 +131,9 @@ class Delegate:
             link = self._links[peer] = LinkSession(self._start, peer, self._tell, opening)
         return link
 
-    def _counters(self, number: int) -> Counters:
+    def _counters(self, number: int) -> DelegateCounters:
         traffic = [self._earlier, *(link.traffic() for link in self._links.values())]
-        return Counters(
+        return DelegateCounters(
             number=number,
             refused={refusal.value: count for refusal, count in self._acceptor.refused.items()},
             sent_nbytes=sum(link.sent_nbytes for link in traffic),
@@ -154,7 +156,7 @@ async def _run(channel: socket.socket) -> None:
     channel.setblocking(False)
     with contextlib.suppress(ControlEndedError):
         start, descriptors = await _next(channel)
-        assert isinstance(start, Start), f"{start} came first"
+        assert isinstance(start, StartDelegate), f"{start} came first"
         listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         await Delegate(channel, start, listeners).serve()
 

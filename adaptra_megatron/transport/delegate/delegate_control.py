@@ -24,7 +24,7 @@ class ControlEndedError(ConnectionError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartDelegate:
     """To the delegate, first: who it works for. With the listening sockets named in `listeners`."""
 
     name: ClassVar[str] = "start"
@@ -42,7 +42,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Open:
+class OpenLink:
     """To the delegate: bring up the link to `peer`. With the outbound ring and, except over shm, the inbound ring.
 
     A link that is up goes down first. `session` counts the attempts; what is said of an earlier one is void.
@@ -67,7 +67,7 @@ class Open:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Close:
+class CloseLink:
     """To the delegate: let what is in the outbound ring leave, then forget the link to `peer` and refuse its like."""
 
     name: ClassVar[str] = "close"
@@ -129,7 +129,7 @@ class Down:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counters:
+class DelegateCounters:
     """From the delegate: what it has seen since it started."""
 
     name: ClassVar[str] = "counters"
@@ -148,7 +148,7 @@ class Pong:
     number: Natural
 
 
-Message = Start | Open | Close | Listen | Report | Ping | Stop | Up | Down | Counters | Pong
+Message = StartDelegate | OpenLink | CloseLink | Listen | Report | Ping | Stop | Up | Down | DelegateCounters | Pong
 _KINDS: dict[str, type[Message]] = kinds_of(Message)
 
 

@@ -10,10 +10,10 @@ import socket
 from collections.abc import Callable
 
 from adaptra_megatron.common.authentication import handshake
-from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.delegate.delegate_control import Down, Message, Open, Start, Up
+from adaptra_megatron.transport.delegate.delegate_control import Down, Message, OpenLink, StartDelegate, Up
 from adaptra_megatron.transport.wires.wire import Traffic, Wire
 from adaptra_megatron.transport.wires.wire_registry import WIRES, WireRequest
 
@@ -32,12 +32,12 @@ class LinkSession:
     to is tried again after each failure, until ATTEMPTS sessions in a row have not begun: then the other is proposed.
     """
 
-    def __init__(self, start: Start, peer: int, tell: Tell, opening: int = 1) -> None:
+    def __init__(self, start: StartDelegate, peer: int, tell: Tell, opening: int = 1) -> None:
         """`tell` sends a message, and file descriptors, to the training process. `opening`: of the link."""
         self.opening = opening
         self._start, self._peer, self._tell = start, peer, tell
         self._changing = asyncio.Lock()
-        self._request: Open | None = None
+        self._request: OpenLink | None = None
         self._rings: list[Ring] = []
         self._wire: Wire | None = None
         self._begun = False
@@ -50,7 +50,7 @@ class LinkSession:
         self._expecting: asyncio.Task[None] | None = None
         self._dropped = RateLimitedLog(logger)
 
-    async def open(self, request: Open, rings: list[Ring]) -> None:
+    async def open(self, request: OpenLink, rings: list[Ring]) -> None:
         """Bring up a session with the training process's rings. Its end, or failure, is reported as `Down`."""
         async with self._changing:
             await self._finish(None)
@@ -74,14 +74,16 @@ class LinkSession:
             transport = _proposed(purpose)
             lanes = purpose.lanes if self._request is None else _lanes(self._request, transport)
             if not purpose.lane < purpose.lanes == lanes <= MOST_LANES:
-                raise HandshakeError(Refusal.MISDIRECTED, f"lane {purpose.lane} of {purpose.lanes}, not of {lanes}")
+                raise HandshakeError(
+                    HandshakeRefusal.MISDIRECTED, f"lane {purpose.lane} of {purpose.lanes}, not of {lanes}"
+                )
             if self._arrived_for is None or purpose.session != self._arrived_for.session:
                 self._drop_arrived()
                 self._arrived_for = purpose
                 if self._begun:
                     await self._finish("the peer began anew")
             if purpose.lane in self._arrived:
-                raise HandshakeError(Refusal.MISDIRECTED, f"lane {purpose.lane} came twice")
+                raise HandshakeError(HandshakeRefusal.MISDIRECTED, f"lane {purpose.lane} came twice")
             self._arrived[purpose.lane] = connection
             await self._begin_or_expect()
 
@@ -103,7 +105,7 @@ class LinkSession:
         now = self._wire.traffic() if self._wire is not None else Traffic(0, 0)
         return Traffic(*(a + b for a, b in zip(self._earlier, now, strict=True)))
 
-    def _make_wire(self, request: Open, transport: str) -> Wire:
+    def _make_wire(self, request: OpenLink, transport: str) -> Wire:
         start = self._start
         return WIRES[transport].make(
             WireRequest(
@@ -116,7 +118,7 @@ class LinkSession:
             )
         )
 
-    async def _connect(self, request: Open, transport: str) -> list[socket.socket]:
+    async def _connect(self, request: OpenLink, transport: str) -> list[socket.socket]:
         session = secrets.token_bytes(handshake.SESSION_NBYTES)
         job = bytes.fromhex(self._start.job)
         lanes, wire = _lanes(request, transport), list(WIRES).index(transport)
@@ -227,18 +229,18 @@ class LinkSession:
 def _proposed(purpose: Purpose) -> str:
     """The wire that the connecting side proposes. Raises HandshakeError where there is none of this number."""
     if purpose.wire >= len(WIRES):
-        raise HandshakeError(Refusal.MISDIRECTED, f"there is no wire of number {purpose.wire}")
+        raise HandshakeError(HandshakeRefusal.MISDIRECTED, f"there is no wire of number {purpose.wire}")
     return list(WIRES)[purpose.wire]
 
 
-def _lanes(request: Open, transport: str) -> int:
+def _lanes(request: OpenLink, transport: str) -> int:
     """Connections of a session over `transport`; 0 if the link is not asked to use it, nor falls back to it."""
     if transport not in (request.transport, WIRES[request.transport].falls_back_to):
         return 0
     return WIRES[transport].lanes or request.lanes
 
 
-def _unconnected(request: Open) -> socket.socket:
+def _unconnected(request: OpenLink) -> socket.socket:
     if WIRES[request.transport].listener == "shm":
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
@@ -253,10 +255,10 @@ def _unconnected(request: Open) -> socket.socket:
     return connection
 
 
-def _address(request: Open) -> str | tuple[str, int]:
+def _address(request: OpenLink) -> str | tuple[str, int]:
     name, *port = request.address
     return f"\0{name}" if WIRES[request.transport].listener == "shm" else (str(name), int(port[0]))
 
 
-def _spelled(request: Open) -> str:
+def _spelled(request: OpenLink) -> str:
     return f"{request.transport} {':'.join(map(str, request.address))}"

@@ -29,17 +29,17 @@ from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.delegate.delegate_control import (
-    Close,
+    CloseLink,
     ControlEndedError,
-    Counters,
+    DelegateCounters,
     Down,
     Listen,
     Message,
-    Open,
+    OpenLink,
     Ping,
     Pong,
     Report,
-    Start,
+    StartDelegate,
     Stop,
     Up,
 )
@@ -102,7 +102,7 @@ class Heartbeat:
 class DelegateProcess(ChildProcess):
     """One running delegate process."""
 
-    def __init__(self, start: Start, listeners: Sequence[socket.socket]) -> None:
+    def __init__(self, start: StartDelegate, listeners: Sequence[socket.socket]) -> None:
         """Starts it, as ChildProcess says."""
         self.heartbeat = Heartbeat(time.monotonic())
         super().__init__("adaptra_megatron.transport.delegate.delegate", socket.SOCK_SEQPACKET)
@@ -137,11 +137,11 @@ class LinkEnd(Protocol):
 
 
 @dataclass
-class Link:
+class SupervisedLink:
     """What the supervisor knows of one link."""
 
     end: LinkEnd
-    request: Open
+    request: OpenLink
     """`session` counts up with every attempt."""
     slots: int
     slot_nbytes: int
@@ -161,7 +161,7 @@ class _Question:
     number: int
     sent: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
-    answer: Counters | None = None
+    answer: DelegateCounters | None = None
 
 
 class Supervisor:
@@ -169,9 +169,9 @@ class Supervisor:
 
     def __init__(
         self,
-        start: Start,
+        start: StartDelegate,
         listeners: Sequence[socket.socket],
-        links: Sequence[Link],
+        links: Sequence[SupervisedLink],
         *,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -197,7 +197,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._questions: list[_Question] = []
         self._asked = 0
-        self._given_up: deque[tuple[Link, int, float, str | None]] = deque()
+        self._given_up: deque[tuple[SupervisedLink, int, float, str | None]] = deque()
         """Sessions that an end found unusable, when, and why."""
         self._closing = False
         self._replaced = RateLimitedLog(logger)
@@ -224,7 +224,7 @@ class Supervisor:
         self._calls.append(functools.partial(self._listen_too, listener))
         self._wake_up()
 
-    def add(self, link: Link) -> None:
+    def add(self, link: SupervisedLink) -> None:
         """Begin to bring a link up; that of an earlier opening must have been removed."""
         self._calls.append(functools.partial(self._add, link))
         self._wake_up()
@@ -234,7 +234,7 @@ class Supervisor:
         self._calls.append(functools.partial(self._remove, end, drain_s))
         self._wake_up()
 
-    def counters(self, timeout_s: float) -> Counters | None:
+    def counters(self, timeout_s: float) -> DelegateCounters | None:
         """What the running delegate has counted; None if it does not answer in time."""
         with self._lock:
             self._asked += 1
@@ -301,7 +301,7 @@ class Supervisor:
         self._listeners.append(listener)
         self._say(Listen(), [listener.fileno()])
 
-    def _add(self, link: Link) -> None:
+    def _add(self, link: SupervisedLink) -> None:
         assert link.request.peer not in self._links, f"there is a link to rank {link.request.peer} already"
         link.retry_s = 0.0
         self._links[link.request.peer] = link
@@ -313,7 +313,7 @@ class Supervisor:
         del self._links[link.request.peer]
         if link.outbound is not None:
             link.outbound.close()
-        self._say(Close(peer=link.request.peer, opening=link.request.opening, drain_s=drain_s))
+        self._say(CloseLink(peer=link.request.peer, opening=link.request.opening, drain_s=drain_s))
         if link.inbound is not None:
             link.inbound.close()
 
@@ -375,7 +375,7 @@ class Supervisor:
                 assert self._delegate is not None
                 self._delegate.heartbeat.answered(message.number)
                 return
-            if isinstance(message, Counters):
+            if isinstance(message, DelegateCounters):
                 self._answer(message)
                 return
             assert isinstance(message, Up | Down), f"a delegate does not say {message}"
@@ -403,7 +403,7 @@ class Supervisor:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _give_up_for(self, link: Link) -> GiveUp:
+    def _give_up_for(self, link: SupervisedLink) -> GiveUp:
         session = link.request.session
 
         def give_up(cause: str | None) -> None:
@@ -412,7 +412,7 @@ class Supervisor:
 
         return give_up
 
-    def _open(self, link: Link) -> None:
+    def _open(self, link: SupervisedLink) -> None:
         link.request = replace(link.request, session=next(self._sessions))
         shared = WIRES[link.request.transport].shares_rings
         try:
@@ -423,7 +423,7 @@ class Supervisor:
             return
         self._say(link.request, [ring.fd for ring in (link.outbound, link.inbound) if ring is not None])
 
-    def _went_down(self, link: Link, cause: str) -> None:
+    def _went_down(self, link: SupervisedLink, cause: str) -> None:
         for ring in (link.outbound, link.inbound):
             if ring is not None:
                 ring.close()
@@ -465,7 +465,7 @@ class Supervisor:
             question.sent = True
             self._say(Report(number=question.number))
 
-    def _answer(self, counters: Counters) -> None:
+    def _answer(self, counters: DelegateCounters) -> None:
         with self._lock:
             answered = [question for question in self._questions if question.number <= counters.number]
             self._questions = [question for question in self._questions if question.number > counters.number]

@@ -29,7 +29,7 @@ from adaptra_megatron.transport.device_session.nccl_library import (
     most_ctas,
 )
 from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
-from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, Stream
+from adaptra_megatron.transport.gpu.cuda_device import CudaEvent, Device, DeviceThread, Stream
 
 if TYPE_CHECKING:
     from adaptra_megatron.transport._device import Work
@@ -76,7 +76,7 @@ class NcclLink:
         self._side, self._stream, self._library = side, stream, side.load()
         self._peer = 1 if sends else 0
         self._lock = threading.Lock()
-        self._brought: deque[tuple[torch.Tensor, Event]] = deque()
+        self._brought: deque[tuple[torch.Tensor, CudaEvent]] = deque()
         """Host memory that is copied from, and the event behind that."""
         self._kept: list[torch.Tensor] = []
         """What the device may use, now or later, and no event tells when: NCCL has not said that it launched it."""
@@ -132,7 +132,7 @@ class NcclLink:
         device.record(self._stream).synchronize()  # nothing is on this stream that is not done
         return locked.view(tensor.dtype).clone()
 
-    def begin_after(self, event: Event) -> None:
+    def begin_after(self, event: CudaEvent) -> None:
         self._side.device.make_wait(self._stream, event)
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.

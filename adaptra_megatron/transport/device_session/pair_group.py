@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from adaptra_megatron.transport.gpu.cuda_device import Event
+from adaptra_megatron.transport.gpu.cuda_device import CudaEvent
 
 _EXPIRED = timedelta(milliseconds=1)
 _LIFELINE_TAG = (1 << 31) - 1
@@ -28,7 +28,7 @@ class PairEnds(NamedTuple):
     target: int
 
 
-class Work(Protocol):
+class PairWork(Protocol):
     """A send or receive under way, as torch.distributed's."""
 
     def wait(self, timeout: timedelta) -> bool:
@@ -54,7 +54,7 @@ class LinkGroup(Protocol):
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small tensor [n] that was received, in host memory."""
 
-    def begin_after(self, event: Event) -> None:
+    def begin_after(self, event: CudaEvent) -> None:
         """What is sent or received from now on begins after `event`. Returns at once."""
 
     def send(self, tensor: torch.Tensor, tag: int) -> Any:
@@ -95,22 +95,22 @@ class PairGroup:
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def begin_after(self, event: Event) -> None:
+    def begin_after(self, event: CudaEvent) -> None:
         """What is in host memory has no event."""
         event.synchronize()
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
-    def send(self, tensor: torch.Tensor, tag: int) -> Work:
+    def send(self, tensor: torch.Tensor, tag: int) -> PairWork:
         """Send a contiguous tensor. The caller keeps its bytes until the peer has confirmed them."""
-        work: Work = self._group.send([tensor], self._peer, tag)
+        work: PairWork = self._group.send([tensor], self._peer, tag)
         return work
 
-    def receive(self, buffer: torch.Tensor, tag: int) -> Work:
+    def receive(self, buffer: torch.Tensor, tag: int) -> PairWork:
         """Fill `buffer` with the message of this tag."""
-        work: Work = self._group.recv([buffer], self._peer, tag)
+        work: PairWork = self._group.recv([buffer], self._peer, tag)
         return work
 
-    def wait(self, work: Work, timeout_s: float) -> None:
+    def wait(self, work: PairWork, timeout_s: float) -> None:
         """Block until `work` is done. Raises RuntimeError where it failed; a wait that expires ends the session."""
         work.wait(timedelta(seconds=timeout_s))
 

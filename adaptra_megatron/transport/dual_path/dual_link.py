@@ -27,7 +27,7 @@ from adaptra_megatron.transport.host_link.frames import check_can_travel, is_pro
 from adaptra_megatron.transport.host_link.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp, HostLinkState, Session
 from adaptra_megatron.transport.host_link.host_link_writer import FAREWELL_S, HostLinkWriter
-from adaptra_megatron.transport.host_link.message_queues import Arrival, ReceiveQueue, RetransmitQueue
+from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue, RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings, ProbeTimes
@@ -104,7 +104,7 @@ class LinkParts:
         if self.receive_queue.due:
             self.writer.acknowledge()
 
-    def wait(self, key: MessageKey, deadline_s: float) -> tuple[Arrival, float]:
+    def wait(self, key: MessageKey, deadline_s: float) -> tuple[MessageArrival, float]:
         """A message that was asked for, and when it was. Raises TransportError if it is lost, or late."""
         self._awaited = key
         arrived = self.reader.wait_for(lambda: key in self.receive_queue, deadline_s, key)
@@ -154,7 +154,7 @@ class LinkParts:
         self.state.news.notify_all()
         self.paths.host_changed(up=False)
 
-    def deliver(self, key: MessageKey, arrival: Arrival) -> None:
+    def deliver(self, key: MessageKey, arrival: MessageArrival) -> None:
         """A message has come, by either path."""
         if not self.receive_queue.arrive(key, arrival):
             return
@@ -183,7 +183,7 @@ class LinkParts:
     def take(self, event: Event, receipt: Receipt | None) -> None:
         """An event of the inbound ring. Raises ValueError for one that cannot be."""
         if receipt is not None:
-            self.deliver(key_of(event), Arrival(event.sequence, receipt, event.arrived_s))
+            self.deliver(key_of(event), MessageArrival(event.sequence, receipt, event.arrived_s))
         elif event.kind == Event.Kind.ACK:
             self.paths.acknowledged(event.sequence)
             self._wake_if_flushed()
@@ -525,7 +525,7 @@ class DualLink:
         with self._lock:
             key = self._paths.arrived(session, tensor.nbytes, arrived_s)
             if key is not None:
-                self._parts.deliver(key, Arrival(None, self._copies.receive_on_device(tensor), arrived_s))
+                self._parts.deliver(key, MessageArrival(None, self._copies.receive_on_device(tensor), arrived_s))
             self._paths.settle()
 
     def device_failed(self, as_sender: bool, session: int, cause: str) -> None:

@@ -20,8 +20,8 @@ from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.transport.delegate.delegate_control import Start
-from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, Link, Supervisor
+from adaptra_megatron.transport.delegate.delegate_control import StartDelegate
+from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, SupervisedLink, Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -228,18 +228,18 @@ class LinkOpener:
     def _tell(self, store: SealedStore, peer: int, opening: Opening) -> None:
         store.set(f"{self._layout.rank}/{peer}", json.dumps([opening, asdict(self._setup.mine)]).encode())
 
-    def _prepared(self, link: DualLink) -> Link:
+    def _prepared(self, link: DualLink) -> SupervisedLink:
         """What the supervisor needs of a link, whose line comes up from now on."""
         peer, transport = link.ends.peer, self._setup.transports[link.ends.peer]
         link.takes(transport)
         self.lines.add(peer, self._setup.place(peer), link, link.opening)
         # An RNIC's work per slot is much the same whatever its size: over verbs, slots are larger.
         slot_nbytes = max(self._settings.slot_nbytes, WIRES[transport].slot_nbytes)
-        return Link(link, self._setup.request(peer, link.opening), self._settings.slots, slot_nbytes)
+        return SupervisedLink(link, self._setup.request(peer, link.opening), self._settings.slots, slot_nbytes)
 
-    def _start(self) -> Start:
+    def _start(self) -> StartDelegate:
         settings = self._settings
-        return Start(
+        return StartDelegate(
             rank=self._layout.rank,
             job=self._setup.job.hex(),
             secret=self.control.secret.hex(),

@@ -181,7 +181,7 @@ class SenderEffects(Generic[Payload]):
         )
 
 
-class Phase(enum.Enum):
+class SenderPhase(enum.Enum):
     """Phase of a device session, at its sending end."""
 
     PROPOSED = "its group is being made"
@@ -192,8 +192,8 @@ class Phase(enum.Enum):
     FAILED = "this end has called it dead, and waits for what the receiver has got of it"
 
 
-_HEALTHY = (Phase.STANDBY, Phase.CARRYING, Phase.DRAINING)
-_CARRIES = (Phase.CARRYING, Phase.DRAINING)
+_HEALTHY = (SenderPhase.STANDBY, SenderPhase.CARRYING, SenderPhase.DRAINING)
+_CARRIES = (SenderPhase.CARRYING, SenderPhase.DRAINING)
 
 
 @dataclass
@@ -202,7 +202,7 @@ class _Session(Generic[Payload]):
 
     number: int
     since_s: float
-    phase: Phase = Phase.PROPOSED
+    phase: SenderPhase = SenderPhase.PROPOSED
     carried: bool = False
     """Set if messages took it when it failed."""
     proven_s: float = math.inf
@@ -305,7 +305,7 @@ class Sender(Generic[Payload]):
         """Have the device path probed while it carries no messages; nothing happens while it is not healthy,
         and where it is not held ready."""
         session = self._session
-        if session is None or session.phase is not Phase.STANDBY or session.burst is not None:
+        if session is None or session.phase is not SenderPhase.STANDBY or session.burst is not None:
             return
         if not self._settings.standby:
             return
@@ -315,8 +315,8 @@ class Sender(Generic[Payload]):
     def made(self, session: int, now_s: float) -> None:
         """The group of a session has been made at this end."""
         if self._session is not None and self._session.number == session:
-            if self._session.phase is Phase.PROPOSED:
-                self._session.phase = Phase.PROVING
+            if self._session.phase is SenderPhase.PROPOSED:
+                self._session.phase = SenderPhase.PROVING
             self._session.next_probe_s = now_s
         else:
             self.effects.end.append(session)
@@ -324,8 +324,8 @@ class Sender(Generic[Payload]):
     def failed(self, session: int, cause: str) -> None:
         """This end saw a session fail. The receiver decides what has arrived."""
         current = self._session
-        if current is not None and current.number == session and current.phase is not Phase.FAILED:
-            current.carried, current.phase = current.phase in _CARRIES, Phase.FAILED
+        if current is not None and current.number == session and current.phase is not SenderPhase.FAILED:
+            current.carried, current.phase = current.phase in _CARRIES, SenderPhase.FAILED
             self.cause = cause
             self.effects.notes.append(Failed(session, cause))
 
@@ -359,7 +359,7 @@ class Sender(Generic[Payload]):
             self._measure(current, now_s)
         elif isinstance(note, Probed):
             self._probed(current, note, now_s)
-        elif isinstance(note, ReceivePosted) and current.phase is Phase.DRAINING and current.until is None:
+        elif isinstance(note, ReceivePosted) and current.phase is SenderPhase.DRAINING and current.until is None:
             current.until = max(self.posted, note.number)
             self.effects.notes.append(SwitchAt(note.session, current.until))
             self._leave_if_over(current)
@@ -387,25 +387,27 @@ class Sender(Generic[Payload]):
         if session is None:
             # While the host path is down, that ticks.
             return self._rest_until_s if self._settings.standby else math.inf
-        if session.phase is Phase.FAILED:
+        if session.phase is SenderPhase.FAILED:
             return math.inf
         if session.phase in _HEALTHY:
             return self._probe_due_s(session)
         limit_s = session.since_s + self._settings.probe_limit_s
-        return min(limit_s, session.next_probe_s) if session.phase is Phase.PROVING else limit_s
+        return min(limit_s, session.next_probe_s) if session.phase is SenderPhase.PROVING else limit_s
 
     def _prove(self, session: _Session[Payload], now_s: float) -> None:
         """Send the probes that are due, and judge."""
-        if session.phase not in (Phase.PROPOSED, Phase.PROVING):
+        if session.phase not in (SenderPhase.PROPOSED, SenderPhase.PROVING):
             return
         settings = self._settings
         if session.received >= settings.probes:
-            session.phase, session.proven_s, session.next_probe_s = Phase.STANDBY, now_s, math.inf
+            session.phase, session.proven_s, session.next_probe_s = SenderPhase.STANDBY, now_s, math.inf
             return
         if now_s >= session.since_s + settings.probe_limit_s:
             self.failed(session.number, f"its probes did not get through in {settings.probe_limit_s:g} s")
             return
-        while session.phase is Phase.PROVING and session.probed < settings.probes and now_s >= session.next_probe_s:
+        while (
+            session.phase is SenderPhase.PROVING and session.probed < settings.probes and now_s >= session.next_probe_s
+        ):
             self._send_probe(session, PROBE_NBYTES)
             # A path that has failed before must hold for a while, not just for a moment.
             session.next_probe_s = now_s + (settings.probe_pause_s if self._backoff.failures else 0.0)
@@ -468,13 +470,13 @@ class Sender(Generic[Payload]):
             return
         host_dead = host_down_s > self._settings.host_patience_s
         stranded = host_unacknowledged() if host_dead else ()
-        if stranded and (session.phase is not Phase.STANDBY or session.sent > session.probed):
+        if stranded and (session.phase is not SenderPhase.STANDBY or session.sent > session.probed):
             # Their numbers lie below what the session carries, and a receiver goes up: they need a new one.
             self.failed(session.number, "messages were left on a dead host path")
-        elif session.phase is Phase.STANDBY and (self._preferred is Path.DEVICE or host_dead):
+        elif session.phase is SenderPhase.STANDBY and (self._preferred is Path.DEVICE or host_dead):
             self._open(session, stranded)
-        elif session.phase is Phase.CARRYING and self._preferred is Path.HOST and host_down_s == 0:
-            session.phase = Phase.DRAINING
+        elif session.phase is SenderPhase.CARRYING and self._preferred is Path.HOST and host_down_s == 0:
+            session.phase = SenderPhase.DRAINING
             self.effects.notes.append(Close(session.number))
 
     def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
@@ -484,7 +486,7 @@ class Sender(Generic[Payload]):
         taken = {message.number for message in stranded}
         skipped = [number for number in range(first, self.posted) if number not in taken]
         self.effects.notes.append(Open(session.number, first, skipped))
-        session.phase, session.until = Phase.CARRYING, None
+        session.phase, session.until = SenderPhase.CARRYING, None
         self.switches += 1
         for message in sorted(stranded, key=lambda message: message.number):
             self._send(session, message)
@@ -497,8 +499,8 @@ class Sender(Generic[Payload]):
 
     def _leave_if_over(self, session: _Session[Payload]) -> None:
         """Once the last message before the agreed number has been posted; the session stays, in reserve."""
-        if session.phase is Phase.DRAINING and session.until is not None and self.posted >= session.until:
-            session.phase = Phase.STANDBY
+        if session.phase is SenderPhase.DRAINING and session.until is not None and self.posted >= session.until:
+            session.phase = SenderPhase.STANDBY
             self.switches += 1
 
     def _on_session_closed(self, session: _Session[Payload], note: Dead, now_s: float) -> None:

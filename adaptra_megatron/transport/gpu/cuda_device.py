@@ -29,7 +29,7 @@ Stream = Any
 """Opaque here; torch.cuda.Stream on a GPU."""
 
 
-class Event(Protocol):
+class CudaEvent(Protocol):
     """A point in a stream, as torch.cuda.Event."""
 
     def query(self) -> bool:
@@ -43,7 +43,7 @@ class Computed(NamedTuple):
     """A tensor, and the event after what made it, to be waited for before another stream, or thread, uses it."""
 
     tensor: torch.Tensor
-    event: Event | None
+    event: CudaEvent | None
     """None where it is done already, as in host memory."""
 
 
@@ -82,10 +82,10 @@ class Device(Protocol):
     def current_handle(self) -> int:
         """That of `current_stream`."""
 
-    def record(self, stream: Stream, unused: Event | None = None) -> Event:
+    def record(self, stream: Stream, unused: CudaEvent | None = None) -> CudaEvent:
         """An event at the present end of `stream`, which tells no time; `unused`: one to use again."""
 
-    def make_wait(self, stream: Stream, event: Event) -> None:
+    def make_wait(self, stream: Stream, event: CudaEvent) -> None:
         """What is put on `stream` from now on runs after `event`. Returns at once."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
@@ -150,13 +150,13 @@ class CudaDevice:
     def current_handle(self) -> int:
         return int(_current_raw_stream(self._device.index))
 
-    def record(self, stream: Stream, unused: Event | None = None) -> Event:
+    def record(self, stream: Stream, unused: CudaEvent | None = None) -> CudaEvent:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.
-        event: Event = unused if unused is not None else _cuda.Event(blocking=True, enable_timing=False)
+        event: CudaEvent = unused if unused is not None else _cuda.Event(blocking=True, enable_timing=False)
         event.record(stream)  # type: ignore[attr-defined]
         return event
 
-    def make_wait(self, stream: Stream, event: Event) -> None:
+    def make_wait(self, stream: Stream, event: CudaEvent) -> None:
         stream.wait_event(event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:

@@ -24,7 +24,7 @@ import torch
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Event as RingEvent
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, bytes_of, device_error
+from adaptra_megatron.transport.gpu.cuda_device import CudaEvent, Device, DeviceThread, bytes_of, device_error
 from adaptra_megatron.transport.gpu.page_locks import PageLocks, RingPages
 
 logger = logger_of(__name__)
@@ -40,7 +40,7 @@ class IncomingCopy:
         self.missing_nbytes = 0
         """Parts that have not come."""
         self.tensor: torch.Tensor | None = None
-        self.copied: Event | None = None
+        self.copied: CudaEvent | None = None
         self.failure: RuntimeError | None = None
         self._copies, self._host = copies, host
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class IncomingCopy:
 class _UnderWay(NamedTuple):
     """A copy that was put on the stream."""
 
-    copied: Event
+    copied: CudaEvent
     held: tuple[torch.Tensor, torch.Tensor]
     """What it reads and writes."""
     part: tuple[Ring, int, int] | None
@@ -90,7 +90,7 @@ class IncomingCopies:
         """By sequence number: of which parts have come. Guarded, as all parts are, by `self._pages.launching`."""
         self._changed = threading.Condition()
         self._under_way: deque[_UnderWay] = deque()
-        self._unused_events: list[Event] = []
+        self._unused_events: list[CudaEvent] = []
         self._closing = False
         self._thread = DeviceThread(self._release_until_closed, f"adaptra-copied-{link}")
         self._thread.start()
@@ -126,7 +126,7 @@ class IncomingCopies:
                 return None
             return self._coming.pop(part.sequence)
 
-    def launch(self, host: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def launch(self, host: torch.Tensor) -> tuple[torch.Tensor, CudaEvent]:
         """Put the copy of a message on the copy stream; its host memory is held until that is done."""
         tensor = self._device.empty(host.shape, host.dtype, self._device.memory_stream)
         if host.nbytes:
@@ -135,7 +135,7 @@ class IncomingCopies:
         self._follow(_UnderWay(copied, (host, tensor), None, last=True))
         return tensor, copied
 
-    def hand_over(self, tensor: torch.Tensor, copied: Event) -> None:
+    def hand_over(self, tensor: torch.Tensor, copied: CudaEvent) -> None:
         """Make the calling thread's current stream wait for `tensor`, and its memory wait for that stream."""
         try:
             stream = self._device.current_stream()

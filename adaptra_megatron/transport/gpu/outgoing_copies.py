@@ -24,7 +24,7 @@ import torch
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Description, Ring
-from adaptra_megatron.transport.gpu.cuda_device import Computed, Device, DeviceThread, Event, bytes_of, device_error
+from adaptra_megatron.transport.gpu.cuda_device import Computed, CudaEvent, Device, DeviceThread, bytes_of, device_error
 from adaptra_megatron.transport.gpu.page_locks import PageLocks, RingPages
 from adaptra_megatron.transport.message_keys import TransportError
 
@@ -64,7 +64,7 @@ class _Part(NamedTuple):
     first_slot: int
     slots: int
     offset: int
-    copied: Event
+    copied: CudaEvent
 
 
 class OutgoingCopies:
@@ -76,7 +76,7 @@ class OutgoingCopies:
         self._on_ready = on_ready
         self._stream = device.new_stream()
         self._pages = RingPages(device, self._stream, locks)
-        self._unused_events: list[Event] = []
+        self._unused_events: list[CudaEvent] = []
         self._changed = threading.Condition()
         self._uncomputed: deque[OutgoingCopy] = deque()
         self._failure: RuntimeError | None = None
@@ -170,7 +170,7 @@ class OutgoingCopies:
             ring.commit_void(first_slot, count)
             raise self._failed(cause) from cause
 
-    def _await(self, copied: Event) -> None:
+    def _await(self, copied: CudaEvent) -> None:
         try:
             copied.synchronize()
         except RuntimeError as cause:

@@ -13,7 +13,7 @@ from adaptra_megatron.transport.message_keys import MessageKey
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class MessageArrival:
     """A message that is here."""
 
     sequence: int | None
@@ -33,7 +33,7 @@ class ReceiveQueue:
         self.stale = 0
         """Messages of attempts that had ended, which were dropped."""
         self._posted: dict[MessageKey, float] = {}
-        self._arrived: dict[MessageKey, Arrival] = {}
+        self._arrived: dict[MessageKey, MessageArrival] = {}
         self._used: set[MessageKey] = set()
         """Keys of the latest attempt: earlier ones are over, and theirs not listed."""
         self._turn = (0, 0)
@@ -61,7 +61,7 @@ class ReceiveQueue:
         """When `key` was asked for."""
         return self._posted[key]
 
-    def arrive(self, key: MessageKey, arrival: Arrival) -> bool:
+    def arrive(self, key: MessageKey, arrival: MessageArrival) -> bool:
         """Keep a message and return True; one that is or was here already is dropped, and acknowledged all the same."""
         over = key.turn < self._turn
         if over or key in self._used or key in self._arrived:
@@ -82,7 +82,7 @@ class ReceiveQueue:
         if sequence not in unasked:
             self.due.append(sequence)
 
-    def pop(self, key: MessageKey) -> tuple[Arrival, float]:
+    def pop(self, key: MessageKey) -> tuple[MessageArrival, float]:
         """A message that has arrived and was asked for, and when it was asked for."""
         self._used.add(key)
         return self._arrived.pop(key), self._posted.pop(key)
@@ -99,7 +99,7 @@ class ReceiveQueue:
         for key in [key for key in self._posted if key.turn < turn]:
             del self._posted[key]
 
-    def _owe(self, arrival: Arrival) -> None:
+    def _owe(self, arrival: MessageArrival) -> None:
         if arrival.sequence is not None:
             self.due.append(arrival.sequence)
 

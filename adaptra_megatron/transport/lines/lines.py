@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from adaptra_megatron.common.authentication import handshake
 from adaptra_megatron.common.authentication.acceptor import Acceptor
-from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
 from adaptra_megatron.common.authentication.tagged_json import Natural, kinds_of, packed, unpacked
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.log import logger_of
@@ -112,7 +112,7 @@ _PARTING_S = 10.0
 """How long a line that was not up when its link was ended tries to tell the peer why."""
 
 
-class Place(NamedTuple):
+class ConnectionPlace(NamedTuple):
     """Where a peer listens for its lines."""
 
     address: Sequence[str | int]
@@ -149,7 +149,7 @@ class LineEnd(Protocol):
 class _Line:
     """One opening of the link to a peer."""
 
-    def __init__(self, peer: int, place: Place, end: LineEnd, opening: int) -> None:
+    def __init__(self, peer: int, place: ConnectionPlace, end: LineEnd, opening: int) -> None:
         self.peer, self.place, self.end, self.opening = peer, place, end, opening
         self.keeper: asyncio.Task[None] | None = None
         self.admitted: asyncio.Queue[socket.socket] = asyncio.Queue()
@@ -216,7 +216,7 @@ class ControlConnections:
         """Accept connections of lines here, too."""
         self._call(functools.partial(self._listen, listener))
 
-    def add(self, peer: int, place: Place, end: LineEnd, opening: int = 1) -> None:
+    def add(self, peer: int, place: ConnectionPlace, end: LineEnd, opening: int = 1) -> None:
         """Bring a line up for this opening of a link; that of an earlier one must have been removed."""
         self._call(functools.partial(self._add, _Line(peer, place, end, opening)))
 
@@ -317,7 +317,7 @@ class ControlConnections:
         lines, wanted = (*self._lines.values(), *self._parting), (purpose.source, purpose.opening)
         line = next((line for line in lines if (line.peer, line.opening) == wanted), None)
         if line is None or (purpose.job, purpose.target) != (self._job, self._rank):
-            raise HandshakeError(Refusal.MISDIRECTED, f"rank {self._rank} has no such line")
+            raise HandshakeError(HandshakeRefusal.MISDIRECTED, f"rank {self._rank} has no such line")
         line.admitted.put_nowait(connection)
         if line.writer is not None:  # what the peer has given up
             line.writer.transport.abort()
@@ -350,7 +350,7 @@ class ControlConnections:
             backoff.reset()
             await self._carry(line, connection)
 
-    async def _reach(self, place: Place) -> socket.socket:
+    async def _reach(self, place: ConnectionPlace) -> socket.socket:
         """A connection to a peer. Raises ConnectionRefusedError where its process is gone, another OSError or
         TimeoutError where its host does not answer."""
         shared = len(place.address) == 1

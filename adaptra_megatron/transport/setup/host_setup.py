@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 
 from adaptra_megatron.common.authentication.handshake import JOB_NBYTES
 from adaptra_megatron.common.job.layout import JobLayout
-from adaptra_megatron.transport.delegate.delegate_control import Open
+from adaptra_megatron.transport.delegate.delegate_control import OpenLink
 from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
-from adaptra_megatron.transport.lines.lines import Place
+from adaptra_megatron.transport.lines.lines import ConnectionPlace
 from adaptra_megatron.transport.setup.host_placement import (
     choose_transport,
     lacks_verbs,
@@ -106,16 +106,18 @@ class HostSetup:
         self.transports[peer] = choose_transport(wanted, *ends, without_verbs=lacks_verbs(lacking, rank, peer))
         return self.transports[peer]
 
-    def place(self, peer: int) -> Place:
+    def place(self, peer: int) -> ConnectionPlace:
         """Where the line to `peer` leads."""
         listener = WIRES[self.transports[peer]].listener
-        return Place(self._reached(peer, listener, self._offers[peer].line_addresses), self._source(peer, listener))
+        return ConnectionPlace(
+            self._reached(peer, listener, self._offers[peer].line_addresses), self._source(peer, listener)
+        )
 
-    def request(self, peer: int, opening: int = 1) -> Open:
+    def request(self, peer: int, opening: int = 1) -> OpenLink:
         """What to ask a delegate for, for the link to `peer`."""
         transport = self.transports[peer]
         listener, offer = WIRES[transport].listener, self._offers[peer]
-        return Open(
+        return OpenLink(
             peer=peer,
             session=0,
             transport=transport,

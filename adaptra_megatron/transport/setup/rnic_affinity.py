@@ -53,7 +53,7 @@ class RdmaPort:
 
 
 @dataclass(frozen=True)
-class Place:
+class HardwarePlace:
     """Where something is attached."""
 
     bridges: tuple[str, ...]
@@ -67,7 +67,7 @@ class RdmaDevice:
     """One RDMA device of this host."""
 
     name: str
-    place: Place
+    place: HardwarePlace
     """Where it is attached; for a software device (Soft-RoCE), where its network interface is."""
     local_cpus: str
     """As the kernel lists them ("0-15,32-47"); empty where it does not."""
@@ -96,7 +96,7 @@ def fastest_rnic_gbit_per_s(sysfs: Path = SYSFS) -> float:
     return max(map(float, rates), default=0.0)
 
 
-def pci_place(sysfs: Path, pci_bus_id: str) -> Place | None:
+def pci_place(sysfs: Path, pci_bus_id: str) -> HardwarePlace | None:
     """Where the PCI device with this bus id is ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
     entry = _pci_entry(sysfs, pci_bus_id)
     return _place(sysfs, entry) if entry is not None else None
@@ -142,7 +142,7 @@ def cpus_numa_node(sysfs: Path, cpus: Collection[int]) -> int | None:
     return nodes.pop() if len(nodes) == 1 else None
 
 
-def nearness(device: RdmaDevice, place: Place) -> Nearness:
+def nearness(device: RdmaDevice, place: HardwarePlace) -> Nearness:
     """Between an RDMA device and a place. A place may be a NUMA node alone."""
     shared = _shared_bridges(device.place, place)
     if shared:
@@ -160,7 +160,7 @@ def nearest_rnics(
     All with a link if neither is given or known to the kernel; empty if none has a link.
     """
     place = pci_place(sysfs, pci_bus_id) if pci_bus_id is not None else None
-    place = place or Place((), numa_node)
+    place = place or HardwarePlace((), numa_node)
     active = [device for device in rdma_devices(sysfs) if device.active]
     distances = [(nearness(device, place), -_shared_bridges(device.place, place)) for device in active]
     return tuple(device.name for device, distance in zip(active, distances, strict=True) if distance == min(distances))
@@ -208,7 +208,7 @@ def _device(sysfs: Path, entry: Path) -> RdmaDevice:
     ports = sorted((entry / "ports").glob("*"), key=lambda port: int(port.name))
     return RdmaDevice(
         name=entry.name,
-        place=_place(sysfs, hardware) if hardware.exists() else Place((), None),
+        place=_place(sysfs, hardware) if hardware.exists() else HardwarePlace((), None),
         local_cpus=_read(hardware / "local_cpulist"),
         ports=tuple(_port(port) for port in ports),
     )
@@ -232,7 +232,7 @@ def _pci_entry(sysfs: Path, pci_bus_id: str) -> Path | None:
     return entry if entry.exists() else None
 
 
-def _place(sysfs: Path, hardware: Path) -> Place:
+def _place(sysfs: Path, hardware: Path) -> HardwarePlace:
     path = hardware.resolve()
     bridges = []
     for directory in (path, *path.parents):
@@ -241,7 +241,7 @@ def _place(sysfs: Path, hardware: Path) -> Place:
         elif directory.name.startswith("pci"):
             bridges.append(directory.name)
             break
-    return Place(tuple(reversed(bridges)), _numa_node(sysfs, path))
+    return HardwarePlace(tuple(reversed(bridges)), _numa_node(sysfs, path))
 
 
 def _numa_node(sysfs: Path, hardware: Path) -> int | None:
@@ -253,7 +253,7 @@ def _numa_node(sysfs: Path, hardware: Path) -> int | None:
     return int(nodes[0].removeprefix("node")) if len(nodes) == 1 else None
 
 
-def _shared_bridges(one: Place, other: Place) -> int:
+def _shared_bridges(one: HardwarePlace, other: HardwarePlace) -> int:
     shared = 0
     for mine, theirs in zip(one.bridges, other.bridges, strict=False):
         if mine != theirs:

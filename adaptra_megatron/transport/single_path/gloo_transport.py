@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
-from adaptra_megatron.transport.device_session.pair_group import PairGroup, Work
+from adaptra_megatron.transport.device_session.pair_group import PairGroup, PairWork
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.link_paths import Path
 from adaptra_megatron.transport.message_keys import (
@@ -45,7 +45,7 @@ class _Pending:
     cause: Exception | None = None
 
 
-_Works = list[tuple[Work, torch.Tensor]]
+_Works = list[tuple[PairWork, torch.Tensor]]
 _UNWATCHED_SENDS = 4
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from adaptra_megatron.transport.device_session.pair_group import PairGroup, Work
+from adaptra_megatron.transport.device_session.pair_group import PairGroup, PairWork
 from testing.replacing import Replaced, Replacement
 
 _UNANSWERED_TAG = (1 << 31) - 2
@@ -97,9 +97,11 @@ class PathFaults:
             self._replaced.undo()
             self._replaced = None
 
-    def _decorate_send(self, send: Callable[..., Work], receive: Callable[..., Work]) -> Callable[..., Work]:
+    def _decorate_send(
+        self, send: Callable[..., PairWork], receive: Callable[..., PairWork]
+    ) -> Callable[..., PairWork]:
         @functools.wraps(send)
-        def faulty(pair: PairGroup, tensor: torch.Tensor, tag: int) -> Work:
+        def faulty(pair: PairGroup, tensor: torch.Tensor, tag: int) -> PairWork:
             mode = self._strikes(pair, (Mode.SILENT, Mode.ERROR))
             if mode is Mode.ERROR:
                 raise RuntimeError(f"emulated: sending {tensor.nbytes} bytes failed: connection reset by peer")
@@ -109,9 +111,9 @@ class PathFaults:
 
         return faulty
 
-    def _decorate_receive(self, receive: Callable[..., Work]) -> Callable[..., Work]:
+    def _decorate_receive(self, receive: Callable[..., PairWork]) -> Callable[..., PairWork]:
         @functools.wraps(receive)
-        def faulty(pair: PairGroup, buffer: torch.Tensor, tag: int) -> Work:
+        def faulty(pair: PairGroup, buffer: torch.Tensor, tag: int) -> PairWork:
             if self._strikes(pair, (Mode.ERROR,)) is not None:
                 raise RuntimeError(f"emulated: receiving {buffer.nbytes} bytes failed: connection reset by peer")
             return receive(pair, buffer, tag)

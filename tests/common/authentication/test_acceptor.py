@@ -13,7 +13,7 @@ import pytest
 
 from adaptra_megatron.common.authentication import handshake
 from adaptra_megatron.common.authentication.acceptor import MOST_UNPROVEN, Acceptor
-from adaptra_megatron.common.authentication.handshake import Purpose, Refusal
+from adaptra_megatron.common.authentication.handshake import HandshakeRefusal, Purpose
 
 SECRET = b"s" * handshake.SECRET_NBYTES
 PURPOSE = Purpose(b"p" * 16, 0, 1, b"n" * 16, 0, 1)
@@ -61,9 +61,10 @@ def test_a_burst_of_silent_strangers_does_not_pass_the_limit(listener: socket.so
             acceptor.listen(listener)
             expected = strangers - MOST_UNPROVEN
             await until(
-                lambda: acceptor.refused[Refusal.HALF_OPEN] >= expected, f"only {acceptor.refused} were sent away"
+                lambda: acceptor.refused[HandshakeRefusal.HALF_OPEN] >= expected,
+                f"only {acceptor.refused} were sent away",
             )
-            assert acceptor.refused == {Refusal.HALF_OPEN: expected}
+            assert acceptor.refused == {HandshakeRefusal.HALF_OPEN: expected}
             acceptor.close()
 
     asyncio.run(run())
@@ -90,7 +91,8 @@ def test_strangers_of_one_host_do_not_displace_who_comes_from_another() -> None:
                 stack.enter_context(socket.create_connection(address))
             expected = strangers + 1 - MOST_UNPROVEN
             await until(
-                lambda: acceptor.refused[Refusal.HALF_OPEN] >= expected, f"only {acceptor.refused} were sent away"
+                lambda: acceptor.refused[HandshakeRefusal.HALF_OPEN] >= expected,
+                f"only {acceptor.refused} were sent away",
             )
             await handshake.connect(far_away, SECRET, PURPOSE, TIMEOUT_S)
             await asyncio.wait_for(admitted.wait(), 5.0)
@@ -118,7 +120,8 @@ def test_strangers_do_not_displace_who_is_proven(listener: socket.socket) -> Non
             for _ in range(MOST_UNPROVEN + 1):
                 knock(listener, stack)
             await until(
-                lambda: acceptor.refused[Refusal.HALF_OPEN] == 1, f"no stranger was sent away: {acceptor.refused}"
+                lambda: acceptor.refused[HandshakeRefusal.HALF_OPEN] == 1,
+                f"no stranger was sent away: {acceptor.refused}",
             )
             await asyncio.wait_for(done.wait(), 5.0)
             assert kept[0].fileno() >= 0

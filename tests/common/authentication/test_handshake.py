@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptra_megatron.common.authentication import handshake
-from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
 
 SECRET = b"s" * handshake.SECRET_NBYTES
 PURPOSE = Purpose(b"p" * 16, 3, 4, b"n" * 16, 1, 4)
@@ -59,7 +59,7 @@ def saying(what: bytes, *, after: int = 0) -> Peer:
     return peer
 
 
-def refusal(result: Any) -> Refusal:
+def refusal(result: Any) -> HandshakeRefusal:
     assert isinstance(result, HandshakeError), f"no refusal but {result!r}"
     return result.refusal
 
@@ -93,8 +93,8 @@ def test_two_that_know_the_secret_meet() -> None:
 
 def test_neither_side_accepts_another_secret() -> None:
     server, client = meet(accepting(), connecting(b"x" * 32))
-    assert refusal(server) is Refusal.WRONG_SECRET
-    assert refusal(client) is Refusal.HALF_OPEN
+    assert refusal(server) is HandshakeRefusal.WRONG_SECRET
+    assert refusal(client) is HandshakeRefusal.HALF_OPEN
 
 
 def test_a_server_that_only_repeats_is_not_believed() -> None:
@@ -109,20 +109,20 @@ def test_a_server_that_only_repeats_is_not_believed() -> None:
         await loop.sock_sendall(connection, confirmation)
 
     _, client = meet(server, connecting())
-    assert refusal(client) is Refusal.WRONG_SECRET
+    assert refusal(client) is HandshakeRefusal.WRONG_SECRET
 
 
 def test_a_replayed_answer_is_refused() -> None:
     answer, _confirmation = recorded()
     server, client = meet(accepting(), saying(answer, after=handshake.CHALLENGE_NBYTES))
-    assert refusal(server) is Refusal.WRONG_SECRET
+    assert refusal(server) is HandshakeRefusal.WRONG_SECRET
     assert client[1] == b"", "a stranger got an answer"
 
 
 def test_a_reflected_proof_is_refused() -> None:
     """Sending the server's own challenge back as an answer."""
     server, client = meet(accepting(), saying(b"\0" * handshake.ANSWER_NBYTES, after=handshake.CHALLENGE_NBYTES))
-    assert refusal(server) in (Refusal.WRONG_SECRET, Refusal.JUNK)
+    assert refusal(server) in (HandshakeRefusal.WRONG_SECRET, HandshakeRefusal.JUNK)
     assert client[1] == b""
 
 
@@ -131,7 +131,7 @@ def test_a_reflected_proof_is_refused() -> None:
 def test_junk_and_oversized_answers_are_refused(junk: bytes) -> None:
     cut_off = len(junk) < handshake.ANSWER_NBYTES
     server, client = meet(accepting(timeout_s=0.3 if cut_off else 10.0), saying(junk))
-    expected = (Refusal.HALF_OPEN,) if cut_off else (Refusal.JUNK, Refusal.WRONG_SECRET)
+    expected = (HandshakeRefusal.HALF_OPEN,) if cut_off else (HandshakeRefusal.JUNK, HandshakeRefusal.WRONG_SECRET)
     assert refusal(server) in expected
     if not isinstance(client, BaseException):  # what it heard is the challenge, and nothing after it
         assert len(client[1]) <= handshake.CHALLENGE_NBYTES
@@ -153,8 +153,8 @@ def test_every_byte_of_an_answer_counts(changed: int) -> None:
             return await server
 
     server, client = meet(tampering, connecting())
-    assert refusal(server) in (Refusal.WRONG_SECRET, Refusal.JUNK)
-    assert refusal(client) is Refusal.HALF_OPEN
+    assert refusal(server) in (HandshakeRefusal.WRONG_SECRET, HandshakeRefusal.JUNK)
+    assert refusal(client) is HandshakeRefusal.HALF_OPEN
 
 
 def test_half_open_connections_end_at_the_deadline() -> None:
@@ -164,7 +164,7 @@ def test_half_open_connections_end_at_the_deadline() -> None:
     for side in (accepting(timeout_s=0.2), connecting(timeout_s=0.2)):
         start_s = time.monotonic()
         result, _ = meet(side, silent)
-        assert refusal(result) is Refusal.HALF_OPEN
+        assert refusal(result) is HandshakeRefusal.HALF_OPEN
         assert time.monotonic() - start_s < 10.0
 
 
@@ -174,5 +174,5 @@ def test_half_open_connections_end_at_the_deadline() -> None:
 )
 def test_a_client_says_what_is_at_the_address(challenge: bytes, words: str) -> None:
     client, _ = meet(connecting(), saying(challenge))
-    assert refusal(client) is Refusal.JUNK
+    assert refusal(client) is HandshakeRefusal.JUNK
     assert words in str(client)

@@ -24,7 +24,7 @@ from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.events import RunStarted
 from adaptra_megatron.telemetry.figures.scalars import RankFigures, scalars
-from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
 from adaptra_megatron.transport.link_paths import Path
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
 
@@ -130,7 +130,7 @@ def test_a_larger_released_fraction_makes_planning_worth_while() -> None:
 
 @pytest.fixture
 def telemetry() -> Iterator[RunTelemetry]:
-    place = Place(run="", rank=0, local_rank=0, stage=0, leads=True)
+    place = RankPlace(run="", rank=0, local_rank=0, stage=0, leads=True)
     telemetry = RunTelemetry(TelemetrySettings(), place, RunStarted(layout={}, versions={}, config={}))
     yield telemetry
     telemetry.close()

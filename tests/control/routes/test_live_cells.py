@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.control.deciders import Context
-from adaptra_megatron.control.decisions import Routing
+from adaptra_megatron.control.decisions import RoutingSection
 from adaptra_megatron.control.detector.link_findings import Estimates, StageEstimate, State
 from adaptra_megatron.control.detector.samples import StageId
 from adaptra_megatron.control.measurements import StageMeasurement
@@ -81,14 +81,14 @@ def context(
     return Context([latest], Estimates({}, stages), [], {}, 0, lambda _: costs)
 
 
-def running(number: int = 1, *, cap: float = 6.0) -> Routing:
+def running(number: int = 1, *, cap: float = 6.0) -> RoutingSection:
     """What live cells run before anything of them has been measured."""
     costs = replace(COSTS, max_in_flight=(cap,) * STAGES)
     plan = plan_routed(RoutedCosts(replicas=(costs,) * REPLICAS, dead=frozenset({DEAD})))
-    return Routing(number, MICRO_BATCHES, moved_by(plan.routing), cell_orders(plan.simulation, costs))
+    return RoutingSection(number, MICRO_BATCHES, moved_by(plan.routing), cell_orders(plan.simulation, costs))
 
 
-def check_routes(routing: Routing) -> None:
+def check_routes(routing: RoutingSection) -> None:
     """All that it says can run, without the dead cell."""
     schedule = schedule_of(routing.orders, REPLICAS, STAGES, routing.micro_batches)
     costs = replace(COSTS, micro_batches=routing.micro_batches)

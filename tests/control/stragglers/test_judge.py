@@ -11,7 +11,7 @@ from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, WINDOW, Row
 from adaptra_megatron.control.detector.straggler_causes import HostFigures
 from adaptra_megatron.control.stragglers.judge import KEPT, StragglerDetector
-from adaptra_megatron.control.stragglers.straggler_reports import CellReport, Verdict
+from adaptra_megatron.control.stragglers.straggler_reports import CellReport, StragglerVerdict
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
 
 BUSY, QUIET = HostFigures(others_cpu=0.97), HostFigures(others_cpu=0.01)
@@ -38,7 +38,9 @@ class Job:
                     Row(len(rows), 1.0 + late_s, 0.1 + late_s * (not late), 0.5 + late_s * (late and cell.stage))
                 )
 
-    def look(self, host: HostFigures | None = None, missing: tuple[str, ...] = (), skip: Cell | None = None) -> Verdict:
+    def look(
+        self, host: HostFigures | None = None, missing: tuple[str, ...] = (), skip: Cell | None = None
+    ) -> StragglerVerdict:
         self.now_s += 5.0
         reports = {
             cell: CellReport(rows=tuple(rows[-60:]), host=host if cell.replica == 2 else QUIET, missing=missing)

@@ -9,14 +9,14 @@ import pytest
 
 from adaptra_megatron.common.authentication.tagged_json import packed
 from adaptra_megatron.common.job.membership import Readiness, Stalled
-from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, Ending, HostReport, Start
+from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, HostReport, RankEnding, Start
 from adaptra_megatron.elastic.launch.roster import Policy, Roster
 
 POLICY = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=5.0, join_timeout_s=60.0)
 
 
-def ending(local_rank: int, exit_code: int, at_s: float = 0.0) -> Ending:
-    return Ending(local_rank, 100 + local_rank, exit_code, at_s, "  log: there")
+def ending(local_rank: int, exit_code: int, at_s: float = 0.0) -> RankEnding:
+    return RankEnding(local_rank, 100 + local_rank, exit_code, at_s, "  log: there")
 
 
 class Job:
@@ -38,7 +38,7 @@ class Job:
                 self.roster.observe(node, self.reports[node], self.now_s)
             self.roster.decide(self.now_s, 1000.0 + self.now_s)
 
-    def ends(self, node: int, *endings: Ending) -> None:
+    def ends(self, node: int, *endings: RankEnding) -> None:
         self.reports[node] = replace(self.reports[node], endings=self.reports[node].endings + endings)
         self.second()
 

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 
 from adaptra_megatron.engine.dispatch.online_order import OnlineOrder
-from adaptra_megatron.engine.execution.stage_program import Program, Step, compile_program
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep, compile_program
 from adaptra_megatron.schedule.ir import Action, Schedule
-from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage
 
-Delay = Callable[[Message], float]
+Delay = Callable[[OrderedMessage], float]
 Duration = Callable[[Action], float]
 
 
@@ -36,13 +36,13 @@ class SimulatedStages:
         self._orders = {stage: OnlineOrder(self._programs[stage], caps[stage], released) for stage in online}
         self._blind = blind
         self._delay_s, self._duration_s = delay_s, duration_s
-        self._arrived: list[set[Message]] = [set() for _ in self._programs]
+        self._arrived: list[set[OrderedMessage]] = [set() for _ in self._programs]
         self._link_s: dict[tuple[int, int], float] = defaultdict(float)
         self._busy = [False] * schedule.stages
-        self._events: list[tuple[float, int, int, Message | None]] = []
+        self._events: list[tuple[float, int, int, OrderedMessage | None]] = []
         self._sequence = itertools.count()
-        self.ran: list[list[Step]] = [[] for _ in self._programs]
-        self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.ran: list[list[ProgramStep]] = [[] for _ in self._programs]
+        self.sent: dict[tuple[int, int], list[OrderedMessage]] = defaultdict(list)
         """By directed link, in order."""
         self.makespan_s = 0.0
 
@@ -79,7 +79,7 @@ class SimulatedStages:
             self._link_s[link] = max(self._link_s[link], end_s + self._delay_s(step.send))
             heapq.heappush(self._events, (self._link_s[link], next(self._sequence), link[1], step.send))
 
-    def _choice(self, stage: int, program: Program) -> Step | None:
+    def _choice(self, stage: int, program: Program) -> ProgramStep | None:
         arrived = self._arrived[stage]
         order = self._orders.get(stage)
         if order is None:

@@ -15,7 +15,7 @@ from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.engine.dispatch import dispatch
 from adaptra_megatron.engine.dispatch.dispatch import Dispatcher, count_moved
 from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
-from adaptra_megatron.engine.execution.stage_program import Program, Step, compile_program
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep, compile_program
 from adaptra_megatron.schedule.classic import split_backward, stock_order
 from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
@@ -110,12 +110,12 @@ def dispatcher(mode: str, links: Any, team: Any = None) -> Dispatcher:
     return Dispatcher(mode, links, team, CPU, timeout_s=20.0, ranks=ADDRESSES.ranks)
 
 
-def run(made: Dispatcher, links: Any) -> list[Step]:
+def run(made: Dispatcher, links: Any) -> list[ProgramStep]:
     inbox = Inbox(links, program(), ADDRESSES, timeout_s=20.0)
     return list(made.steps(program(), CAP, 0.0)(inbox))
 
 
-def names(steps: list[Step]) -> str:
+def names(steps: list[ProgramStep]) -> str:
     letters = {Kind.BACKWARD_INPUT: "B"}
     return " ".join(f"{letters.get(step.action.kind, step.action.kind)}{step.action.micro_batch}" for step in steps)
 

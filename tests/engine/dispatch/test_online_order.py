@@ -18,7 +18,7 @@ from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.schedule.transfers.launch_order import Message, sent_to
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, sent_to
 
 
 @st.composite
@@ -109,9 +109,9 @@ class Stage:
 
     def __init__(self, schedule: Schedule, stage: int, cap: float, released: float = 0.0) -> None:
         self.order = OnlineOrder(compile_program(schedule, stage), cap, released)
-        self.arrived: set[Message] = set()
+        self.arrived: set[OrderedMessage] = set()
 
-    def get(self, *messages: Message) -> None:
+    def get(self, *messages: OrderedMessage) -> None:
         self.arrived.update(messages)
 
     def run(self) -> str | None:
@@ -125,12 +125,12 @@ class Stage:
         return [f"{step.action.kind}{step.action.micro_batch}" for step in self.order.candidates()]
 
 
-def activation(micro_batch: int) -> Message:
-    return Message(0, 1, False, 0, micro_batch)
+def activation(micro_batch: int) -> OrderedMessage:
+    return OrderedMessage(0, 1, False, 0, micro_batch)
 
 
-def gradient(micro_batch: int) -> Message:
-    return Message(2, 1, True, 0, micro_batch)
+def gradient(micro_batch: int) -> OrderedMessage:
+    return OrderedMessage(2, 1, True, 0, micro_batch)
 
 
 def test_what_is_late_is_not_waited_for_and_weight_gradients_fill_what_is_left() -> None:

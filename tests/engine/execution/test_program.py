@@ -12,7 +12,7 @@ from adaptra_megatron.engine.execution.stage_program import Program, compile_pro
 from adaptra_megatron.schedule.classic import gpipe
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.ir import Kind, Schedule
-from adaptra_megatron.schedule.transfers.launch_order import Message, launch_ranks
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, launch_ranks
 from adaptra_megatron.transport.message_keys import Direction, MessageKey
 
 schedules = st.one_of(named_schedules(), random_schedules())
@@ -95,5 +95,5 @@ def test_what_a_plan_was_made_for_says_when_receives_are_posted() -> None:
 
 
 def test_keys_tell_activations_and_gradients_of_all_chunks_and_iterations_apart() -> None:
-    assert Addresses((0, 1), 7).key(Message(0, 1, False, 2, 5)) == MessageKey(7, Direction.ACTIVATION, 2, 5)
-    assert Addresses((0, 1), 7).key(Message(1, 0, True, 2, 5)) == MessageKey(7, Direction.GRADIENT, 2, 5)
+    assert Addresses((0, 1), 7).key(OrderedMessage(0, 1, False, 2, 5)) == MessageKey(7, Direction.ACTIVATION, 2, 5)
+    assert Addresses((0, 1), 7).key(OrderedMessage(1, 0, True, 2, 5)) == MessageKey(7, Direction.GRADIENT, 2, 5)

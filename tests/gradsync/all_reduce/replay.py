@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, Phase
+from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, RoundPhase
 
 State = dict[tuple[int, int], frozenset[int]]
 """By rank and chunk: the ranks whose values are in the sum there."""
@@ -36,7 +36,7 @@ def cut(values: list[frozenset[int]], chunks: int) -> list[frozenset[int]]:
     return [alike] * chunks
 
 
-def play(phase: Phase, state: State, members: Iterable[int]) -> None:
+def play(phase: RoundPhase, state: State, members: Iterable[int]) -> None:
     """Bring `state` through all rounds of a phase that `members` take part in."""
     for transfers in phase.rounds:
         senders, receivers = [each.sender for each in transfers], [each.receiver for each in transfers]

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptra_megatron.config import GRADIENT_SYNCS, AdaptraConfig
-from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS, STOCK, Wire, choose, overlapped_nbytes
+from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS, STOCK, AllReduceWire, choose, overlapped_nbytes
 
 each_row = pytest.mark.parametrize("name", ALGORITHMS)
-wires = st.builds(Wire, st.floats(1e-9, 1e-3), st.floats(1e-13, 1e-6))
-MEASURED = Wire(latency_s=3e-6, byte_s=1 / (450 * 2**30))
+wires = st.builds(AllReduceWire, st.floats(1e-9, 1e-3), st.floats(1e-13, 1e-6))
+MEASURED = AllReduceWire(latency_s=3e-6, byte_s=1 / (450 * 2**30))
 
 
 @each_row
 @given(st.integers(2, 24), st.integers(1, 2**34), st.none() | wires)
 def test_a_row_makes_plans_that_are_complete_and_cost_what_it_says(
-    name: str, ranks: int, nbytes: int, wire: Wire | None
+    name: str, ranks: int, nbytes: int, wire: AllReduceWire | None
 ) -> None:
     row = ALGORITHMS[name]
     assert row.supports(ranks)
@@ -40,7 +40,7 @@ def test_a_row_makes_plans_that_are_complete_and_cost_what_it_says(
 
 @each_row
 @given(st.integers(3, 64), wires, st.floats(1e-6, 100))
-def test_what_a_delay_hides_is_done_when_it_is_over(name: str, ranks: int, wire: Wire, delay_s: float) -> None:
+def test_what_a_delay_hides_is_done_when_it_is_over(name: str, ranks: int, wire: AllReduceWire, delay_s: float) -> None:
     row = ALGORITHMS[name]
     nbytes = overlapped_nbytes(row, ranks, wire, delay_s)
     if nbytes:

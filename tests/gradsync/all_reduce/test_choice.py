@@ -13,7 +13,7 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import (
     ALGORITHMS,
     LEAST_GAIN,
     STOCK,
-    Wire,
+    AllReduceWire,
     chain_chunks,
     choose,
     critical_delay_s,
@@ -25,13 +25,13 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import (
     stragglar_s,
     stragglar_waiting_s,
 )
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import Phase, hidden, ring
+from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import RoundPhase, hidden, ring
 from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
 
-PAPER = Wire(latency_s=3e-6, byte_s=1 / (450 * 2**30))
+PAPER = AllReduceWire(latency_s=3e-6, byte_s=1 / (450 * 2**30))
 GIB = 2**30
 
-wires = st.builds(Wire, st.floats(0, 1e-3), st.floats(1e-13, 1e-6))
+wires = st.builds(AllReduceWire, st.floats(0, 1e-3), st.floats(1e-13, 1e-6))
 sizes = st.integers(1, 2**34)
 delays = st.floats(0, 100)
 
@@ -46,12 +46,12 @@ def test_the_published_table(ranks: int, speedup: float) -> None:
     assert ours == pytest.approx(speedup, rel=1e-3)
 
 
-def seconds(phase: Phase, nbytes: float, wire: Wire) -> float:
+def seconds(phase: RoundPhase, nbytes: float, wire: AllReduceWire) -> float:
     return sum(wire.latency_s + wire.byte_s * nbytes / phase.chunks for _ in phase.rounds)
 
 
 @given(st.integers(2, 32), sizes, wires)
-def test_costs_are_those_of_the_schedules(ranks: int, nbytes: int, wire: Wire) -> None:
+def test_costs_are_those_of_the_schedules(ranks: int, nbytes: int, wire: AllReduceWire) -> None:
     ours = stragglar(ranks)
     assert ring_s(ranks, nbytes, wire) == pytest.approx(seconds(ring(ranks).together, nbytes, wire))
     assert stragglar_waiting_s(ranks, nbytes, wire) == pytest.approx(seconds(ours.waiting, nbytes, wire))
@@ -63,14 +63,18 @@ def test_costs_are_those_of_the_schedules(ranks: int, nbytes: int, wire: Wire) -
 
 
 @given(st.integers(3, 32), sizes, wires, st.integers(1, 256))
-def test_no_other_number_of_chunks_makes_a_shorter_chain(ranks: int, nbytes: int, wire: Wire, chunks: int) -> None:
+def test_no_other_number_of_chunks_makes_a_shorter_chain(
+    ranks: int, nbytes: int, wire: AllReduceWire, chunks: int
+) -> None:
     best = hidden_s(ranks, nbytes, wire, math.inf)
     # Rounding the root to a whole number may miss the best one by a chunk.
     assert best <= 1.05 * hidden_s(ranks, nbytes, wire, math.inf, chunks)
 
 
 @given(st.integers(4, 64), sizes, wires, delays)
-def test_beyond_the_critical_delay_a_ring_takes_longer(ranks: int, nbytes: int, wire: Wire, delay_s: float) -> None:
+def test_beyond_the_critical_delay_a_ring_takes_longer(
+    ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float
+) -> None:
     critical_s, ring_takes_s = critical_delay_s(ranks, nbytes, wire), ring_s(ranks, nbytes, wire)
     takes_s = stragglar_s(ranks, nbytes, wire, delay_s)
     assume(abs(takes_s - ring_takes_s) > 1e-9 * ring_takes_s)
@@ -79,14 +83,14 @@ def test_beyond_the_critical_delay_a_ring_takes_longer(ranks: int, nbytes: int, 
 
 def test_critical_delays() -> None:
     """In units of the time that the whole buffer takes on the wire, without latencies."""
-    wire = Wire(0.0, 1.0)
+    wire = AllReduceWire(0.0, 1.0)
     assert critical_delay_s(3, 1, wire) == math.inf
     assert [round(critical_delay_s(ranks, 1, wire), 2) for ranks in (4, 8, 16)] == [0.5, 0.39, 0.26]
 
 
 @given(st.integers(2, 130), sizes, wires, delays)
 def test_what_is_chosen_saves_enough_and_hides_what_it_does_before(
-    ranks: int, nbytes: int, wire: Wire, delay_s: float
+    ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float
 ) -> None:
     chosen, stock_takes_s = choose(ranks, nbytes, wire, delay_s), stock_s(ranks, nbytes, wire)
     if chosen.algorithm == STOCK:
@@ -99,10 +103,10 @@ def test_what_is_chosen_saves_enough_and_hides_what_it_does_before(
 
 
 def test_the_bytes_that_a_delay_hides() -> None:
-    wire = Wire(0.0, 1e-9)
+    wire = AllReduceWire(0.0, 1e-9)
     assert overlapped_nbytes(ALGORITHMS["stragglar"], 8, wire, 6.0) == pytest.approx(7e9)
     assert overlapped_nbytes(ALGORITHMS["hidden"], 8, wire, 6.0) == pytest.approx(3.5e9)
-    assert overlapped_nbytes(ALGORITHMS["hidden"], 8, Wire(1.0, 1e-9), 6.0) == 0
+    assert overlapped_nbytes(ALGORITHMS["hidden"], 8, AllReduceWire(1.0, 1e-9), 6.0) == 0
 
 
 def test_short_delays_are_for_stock_longer_ones_for_stragglar_and_the_longest_for_the_hidden_one() -> None:
@@ -115,4 +119,4 @@ def test_short_delays_are_for_stock_longer_ones_for_stragglar_and_the_longest_fo
 
 def test_a_large_buffer_behind_a_short_delay_is_left_to_stock() -> None:
     """As in the log that the authors published: 4 GPUs, 12 GiB, the last one 7 ms later than the others."""
-    assert choose(4, 12 * GIB, Wire(3e-6, 1 / (300 * 2**30)), 0.007).algorithm == STOCK
+    assert choose(4, 12 * GIB, AllReduceWire(3e-6, 1 / (300 * 2**30)), 0.007).algorithm == STOCK

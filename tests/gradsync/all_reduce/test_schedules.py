@@ -10,7 +10,7 @@ from gradsync.all_reduce.replay import replay
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, Phase, Transfer, hidden, ring
+from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, RoundPhase, Transfer, hidden, ring
 from adaptra_megatron.gradsync.all_reduce.stragglar import has_stragglar, stragglar, stragglar_rounds
 from adaptra_megatron.schedule.ir import ScheduleError
 
@@ -54,7 +54,7 @@ def test_a_ring_is_complete(ranks: int) -> None:
 
 @given(st.integers(2, 40), st.integers(0, 1000))
 def test_chunks_cover_every_element_once_and_are_alike(chunks: int, elements: int) -> None:
-    phase = Phase(chunks, ())
+    phase = RoundPhase(chunks, ())
     bounds = [phase.bounds(chunk, elements) for chunk in range(chunks)]
     assert [element for first, end in bounds for element in range(first, end)] == list(range(elements))
     sizes = {end - first for first, end in bounds}
@@ -87,4 +87,4 @@ def test_what_there_is_no_schedule_for_is_refused() -> None:
 )
 def test_the_replay_sees_what_is_wrong(transfers: tuple[Transfer, ...]) -> None:
     with pytest.raises(AssertionError):
-        replay(AllReduce(3, Phase(1, ()), Phase(1, (transfers,))))
+        replay(AllReduce(3, RoundPhase(1, ()), RoundPhase(1, (transfers,))))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from adaptra_megatron.gradsync.sync_modes.mode_decider import LEAST, Gradient, ModeDecider
-from adaptra_megatron.gradsync.sync_modes.modes import Candidate, Kind, Mode
+from adaptra_megatron.gradsync.sync_modes.modes import Candidate, Mode, ModeKind
 from adaptra_megatron.gradsync.sync_modes.updates import Update
 
 REPLICAS = 8
@@ -17,7 +17,7 @@ TOGETHER = Update(0, tuple(range(REPLICAS)), (), (), True, REPLICAS)
 
 
 def decider() -> ModeDecider:
-    return ModeDecider(REPLICAS, tuple(Kind), 4)
+    return ModeDecider(REPLICAS, tuple(ModeKind), 4)
 
 
 def update(of: ModeDecider, times_s: list[float]) -> Candidate | None:
@@ -33,7 +33,7 @@ def test_decisions_follow_changes_of_stragglers_alone() -> None:
     decided = [update(deciding, slow) for _ in range(12)]
     assert [each is not None for each in decided] == [False] * LEAST + [True] + [False] * (11 - LEAST)
     assert decided[LEAST] is not None
-    assert decided[LEAST].mode.kind is not Kind.SSGD
+    assert decided[LEAST].mode.kind is not ModeKind.SSGD
     healed = [each for _ in range(8) if (each := update(deciding, [0.1] * 8)) is not None]
     assert [each.mode for each in healed] == [Mode.ssgd(REPLICAS)]
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from adaptra_megatron.gradsync.sync_modes.mode_decider import simulated_pace
 from adaptra_megatron.gradsync.sync_modes.modes import (
     STRAGGLING,
-    Kind,
     Mode,
+    ModeKind,
     choose,
     clusters,
     pace,
@@ -56,14 +56,14 @@ def test_paces_that_are_known(mode: Mode, expected_s: float) -> None:
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_what_is_chosen(noise: float) -> None:
-    every = tuple(Kind)
+    every = tuple(ModeKind)
     alike = [0.1 + 0.001 * replica for replica in range(8)]
     assert choose(alike, every, BOUND, noise).mode == Mode.ssgd(8)
     slow = [*alike[:7], 0.3]
     seven, groups = Mode.x_order(8, 7), Mode.dynamic([range(7), [7]])
     assert choose(slow, every, BOUND, noise).mode in (seven, groups)
-    assert choose(slow, (Kind.X_ORDER,), BOUND, noise).mode == seven
-    assert choose(slow, (Kind.DYNAMIC,), BOUND, noise).mode == groups
+    assert choose(slow, (ModeKind.X_ORDER,), BOUND, noise).mode == seven
+    assert choose(slow, (ModeKind.DYNAMIC,), BOUND, noise).mode == groups
     assert choose(slow, (), BOUND, noise).mode == Mode.ssgd(8)
 
 
@@ -72,10 +72,10 @@ def test_what_is_chosen(noise: float) -> None:
 def test_what_is_chosen_is_never_worse_than_synchronous_training(
     times_s: list[float], noise: float, bound: int
 ) -> None:
-    chosen = choose(times_s, tuple(Kind), bound, noise)
+    chosen = choose(times_s, tuple(ModeKind), bound, noise)
     assert chosen.progress_s <= max(times_s) * (1 + 1e-9)
     if not stragglers(times_s):
-        assert chosen.mode.kind is Kind.SSGD
+        assert chosen.mode.kind is ModeKind.SSGD
 
 
 @given(TIMES)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
-from adaptra_megatron.engine.execution.stage_program import Program, Step
-from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage
 from adaptra_megatron.transport.message_keys import Transport
 
 
@@ -22,7 +22,7 @@ class LookAhead(Inbox):
     def __init__(self, transport: Transport, program: Program, addresses: Addresses, **settings: Any) -> None:
         super().__init__(transport, program, addresses, **settings)
         self._keys = (transport, addresses)
-        self._messages: dict[int, list[Message]] = {}
+        self._messages: dict[int, list[OrderedMessage]] = {}
         """By neighbour, in the order in which it sends them."""
         for message in program.receives:
             self._messages.setdefault(message.source, []).append(message)
@@ -31,16 +31,16 @@ class LookAhead(Inbox):
         for peer in self._messages:
             self._post_until(peer, self.ahead)
 
-    def post_before(self, step: Step) -> None:
+    def post_before(self, step: ProgramStep) -> None:
         """Only what the step needs, if that has not been posted."""
         if step.receive is not None:
             place = self._messages[step.receive.source].index(step.receive)
             self._post_until(step.receive.source, place + 1)
 
-    def post_before_send(self, step: Step) -> None:
+    def post_before_send(self, step: ProgramStep) -> None:
         """Post nothing before a send."""
 
-    def take(self, message: Message) -> torch.Tensor:
+    def take(self, message: OrderedMessage) -> torch.Tensor:
         """Room for one more."""
         tensor = super().take(message)
         self._used[message.source] += 1

@@ -13,13 +13,13 @@ import pytest
 
 from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
-from adaptra_megatron.tools.transport_bench.bench import BenchReport, BenchRequest, Measured, draw, markdown
+from adaptra_megatron.tools.transport_bench.bench import BenchReport, BenchRequest, MeasuredTransport, draw, markdown
 from adaptra_megatron.transport.wires.verbs.verbs_device import why_unavailable
 
 REPORT = BenchReport(
     [
-        Measured("shm", 4096, [1.0, 3.0, 2.0], [50.0, 70.0, 60.0]),
-        Measured("tcp", 1 << 20, [4.0, 2.0, 3.0], [800.0, 900.0, 850.0], {"iperf3 -P 4": [4.0, 4.0, 2.0]}),
+        MeasuredTransport("shm", 4096, [1.0, 3.0, 2.0], [50.0, 70.0, 60.0]),
+        MeasuredTransport("tcp", 1 << 20, [4.0, 2.0, 3.0], [800.0, 900.0, 850.0], {"iperf3 -P 4": [4.0, 4.0, 2.0]}),
     ],
     ["verbs is left out: there is no device"],
 )

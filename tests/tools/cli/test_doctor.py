@@ -24,7 +24,7 @@ from adaptra_megatron.tools.cli import doctor
 from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.host_checks import self_test, software
 from adaptra_megatron.tools.host_checks.gpus import check_gpus
-from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, spelled_nbytes
+from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, spelled_nbytes
 from adaptra_megatron.tools.host_checks.limits import ProcessLimits, check_limits
 from adaptra_megatron.tools.host_checks.megatron_release import check_patches
 from adaptra_megatron.tools.host_checks.rnics import Interface, check_rnics, find_interfaces
@@ -52,7 +52,7 @@ def two_rails(host: MadeUpHost) -> MadeUpHost:
     return host
 
 
-def one(findings: Sequence[Finding], subject: str) -> Finding:
+def one(findings: Sequence[HostFinding], subject: str) -> HostFinding:
     (found,) = [finding for finding in findings if finding.subject == subject]
     return found
 
@@ -60,32 +60,32 @@ def one(findings: Sequence[Finding], subject: str) -> Finding:
 class TestRnics:
     def test_each_port_with_all_that_the_kernel_says(self, two_rails: MadeUpHost) -> None:
         first, second = check_rnics(two_rails.roots)
-        assert (first.subject, first.level, first.remedy) == ("mlx5_0/1", Level.OK, "")
+        assert (first.subject, first.level, first.remedy) == ("mlx5_0/1", HostLevel.OK, "")
         assert first.text == (
             "ACTIVE, Ethernet, 200 Gb/sec (4X HDR), GID 3: 10.1.0.5 on eth_mlx5_0, RoCE v2, driver mlx5_core, "
             "firmware 28.39.1002, PCI 0000:18:00.0, NUMA node 0"
         )
-        assert (second.level, second.details["physical_state"]) == (Level.NOTE, "Disabled")
+        assert (second.level, second.details["physical_state"]) == (HostLevel.NOTE, "Disabled")
         assert "no link (Disabled), so verbs leaves it out" in second.text
         assert "ip link set eth_mlx5_1 up" in second.remedy
 
     def test_a_link_without_an_address_cannot_be_used(self, host: MadeUpHost) -> None:
         host.rnic("mlx5_0", "0000:18:00.0", 0)
         (found,) = check_rnics(host.roots)
-        assert (found.level, found.fatal) == (Level.PROBLEM, False)
+        assert (found.level, found.fatal) == (HostLevel.PROBLEM, False)
         assert "mlx5_0 port 1 has no GID" in found.text
         assert found.remedy.startswith("ip address add")
 
     def test_the_first_version_of_roce_is_noted(self, host: MadeUpHost) -> None:
         host.rnic("mlx5_0", "0000:18:00.0", 0, address=(10, 1, 0, 5), gid_type="IB/RoCE v1")
         (found,) = check_rnics(host.roots)
-        assert (found.level, "does not pass routers" in found.text) == (Level.NOTE, True)
+        assert (found.level, "does not pass routers" in found.text) == (HostLevel.NOTE, True)
 
     def test_hardware_without_its_driver(self, host: MadeUpHost) -> None:
-        assert check_rnics(host.roots)[0].level is Level.OK
+        assert check_rnics(host.roots)[0].level is HostLevel.OK
         host.pci("0000:18:00.0", 0, "0x15b3", "0x020700")
         (found,) = check_rnics(host.roots)
-        assert (found.level, "0000:18:00.0" in found.text) == (Level.PROBLEM, True)
+        assert (found.level, "0000:18:00.0" in found.text) == (HostLevel.PROBLEM, True)
         assert "modprobe mlx5_ib" in found.remedy
 
 
@@ -95,12 +95,12 @@ MANY_QUEUES = {CONNECTIONS: "32"}
 class TestGpus:
     def test_each_has_its_nearest_rnic(self, two_rails: MadeUpHost) -> None:
         first, second = check_gpus(two_rails.roots, MANY_QUEUES)
-        assert first.level is Level.OK
+        assert first.level is HostLevel.OK
         assert first.text == (
             "NVIDIA H100 80GB HBM3, NUMA node 0, the host path copies on CPUs 0-15, nearest RNIC mlx5_0 (on the same "
             "NUMA node)"
         )
-        assert second.level is Level.NOTE, "its own node's RNIC is down"
+        assert second.level is HostLevel.NOTE, "its own node's RNIC is down"
         assert "NUMA node 1, the host path copies on CPUs 16-31, nearest" in second.text
         assert second.text.endswith("nearest RNIC mlx5_0 (across NUMA nodes)")
         assert (second.details["nearest_rnics"], second.details["nearness"]) == (["mlx5_0"], "system")
@@ -108,22 +108,22 @@ class TestGpus:
     def test_without_its_driver(self, host: MadeUpHost) -> None:
         host.gpu("0000:17:00.0", 0)
         (found,) = check_gpus(host.roots, MANY_QUEUES)
-        assert (found.level, "driver is not loaded" in found.text) == (Level.PROBLEM, True)
+        assert (found.level, "driver is not loaded" in found.text) == (HostLevel.PROBLEM, True)
 
     @pytest.mark.parametrize(("queues", "said"), [("1", "links take the host path"), ("", f"Set {CONNECTIONS}=32")])
     def test_what_plans_take_their_queues_for(self, two_rails: MadeUpHost, queues: str, said: str) -> None:
         found = check_gpus(two_rails.roots, {CONNECTIONS: queues})[-1]
-        assert (found.subject, found.level, said in found.text) == ("hardware queues", Level.NOTE, True)
+        assert (found.subject, found.level, said in found.text) == ("hardware queues", HostLevel.NOTE, True)
 
     def test_none(self, host: MadeUpHost) -> None:
         (found,) = check_gpus(host.roots, MANY_QUEUES)
-        assert (found.level, found.remedy) == (Level.OK, "")
+        assert (found.level, found.remedy) == (HostLevel.OK, "")
 
 
 class TestLimits:
     def test_plenty(self, two_rails: MadeUpHost) -> None:
         found = check_limits(two_rails.roots, PLENTY, HostSettings())
-        assert {finding.level for finding in found} == {Level.OK}
+        assert {finding.level for finding in found} == {HostLevel.OK}
         assert one(found, "TCP buffers").details == {
             "tcp_rmem": 16 * MEBIBYTE,
             "tcp_wmem": 16 * MEBIBYTE,
@@ -135,21 +135,21 @@ class TestLimits:
         settings = HostSettings(slots=8, slot_nbytes=MEBIBYTE)
         little = dataclasses.replace(PLENTY, locked_nbytes=64 * MEBIBYTE - 1)
         found = one(check_limits(two_rails.roots, little, settings), "locked memory")
-        assert (found.level, found.fatal) == (Level.PROBLEM, False)
+        assert (found.level, found.fatal) == (HostLevel.PROBLEM, False)
         assert found.details["needed_nbytes"] == 2 * 2 * 8 * MEBIBYTE * 2, "two rings, two neighbours, two RNICs"
         assert "ulimit -l unlimited" in found.remedy
         enough = dataclasses.replace(PLENTY, locked_nbytes=64 * MEBIBYTE)
-        assert one(check_limits(two_rails.roots, enough, settings), "locked memory").level is Level.OK
+        assert one(check_limits(two_rails.roots, enough, settings), "locked memory").level is HostLevel.OK
 
     def test_a_privileged_process_locks_what_it_likes(self, two_rails: MadeUpHost) -> None:
         two_rails.capabilities(CAP_IPC_LOCK)
         little = dataclasses.replace(PLENTY, locked_nbytes=65536)
         found = one(check_limits(two_rails.roots, little, HostSettings()), "locked memory")
-        assert (found.level, "CAP_IPC_LOCK" in found.text) == (Level.OK, True)
+        assert (found.level, "CAP_IPC_LOCK" in found.text) == (HostLevel.OK, True)
 
     def test_locked_memory_matters_to_rnics_alone(self, host: MadeUpHost) -> None:
         little = dataclasses.replace(PLENTY, locked_nbytes=65536)
-        assert one(check_limits(host.roots, little, HostSettings()), "locked memory").level is Level.OK
+        assert one(check_limits(host.roots, little, HostSettings()), "locked memory").level is HostLevel.OK
 
     def test_small_buffers_few_files_little_shared_memory(self, host: MadeUpHost) -> None:
         host.write("proc/sys/net/ipv4/tcp_rmem", "4096 87380 1048576")
@@ -159,14 +159,14 @@ class TestLimits:
             ("open files", "ulimit -n"),
             ("shared memory", "--shm-size"),
         ):
-            assert (one(found, subject).level, remedy in one(found, subject).remedy) == (Level.NOTE, True), subject
+            assert (one(found, subject).level, remedy in one(found, subject).remedy) == (HostLevel.NOTE, True), subject
         assert "tcp_wmem=" not in one(found, "TCP buffers").remedy
 
     @pytest.mark.parametrize(("release", "fatal"), [("3.10.0-1160.el7.x86_64", True), ("", False)])
     def test_a_kernel_that_is_too_old_or_unknown(self, host: MadeUpHost, release: str, fatal: bool) -> None:
         host.write("proc/sys/kernel/osrelease", release)
         found = one(check_limits(host.roots, PLENTY, HostSettings()), "kernel")
-        assert (found.level, found.fatal) == (Level.PROBLEM, fatal)
+        assert (found.level, found.fatal) == (HostLevel.PROBLEM, fatal)
 
     def test_sizes_are_spelled(self) -> None:
         sizes = (512, 65536, 3 << 29, 1023 << 20, 3 << 40)
@@ -200,13 +200,13 @@ class TestVerbs:
     def test_usable_over_the_ports_with_a_link(self, open_files: MadeUpHost) -> None:
         verbs = fake_verbs()
         found = check_verbs(open_files.roots, lambda: verbs)
-        assert (found.level, found.details) == (Level.OK, {"usable": True, "ports": ["mlx5_0/1"]})
+        assert (found.level, found.details) == (HostLevel.OK, {"usable": True, "ports": ["mlx5_0/1"]})
         assert len(verbs.opened) == 1
 
     def test_pyverbs_is_missing(self, open_files: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pyverbs", None)
         found = check_verbs(open_files.roots, load_verbs)
-        assert (found.level, found.fatal, "usable" in found.details) == (Level.PROBLEM, False, False)
+        assert (found.level, found.fatal, "usable" in found.details) == (HostLevel.PROBLEM, False, False)
         assert "pyverbs cannot be imported" in found.text
         assert "falls back to auto" in found.text
         assert "apt-get install python3-pyverbs" in found.remedy
@@ -214,16 +214,19 @@ class TestVerbs:
     def test_the_device_file_is_not_in_the_container(self, two_rails: MadeUpHost) -> None:
         two_rails.write("sys/class/infiniband_verbs/uverbs0/ibdev", "mlx5_0")
         found = check_verbs(two_rails.roots, fake_verbs)
-        assert (found.level, "/dev/infiniband/uverbs0 (mlx5_0) cannot be opened" in found.text) == (Level.PROBLEM, True)
+        assert (found.level, "/dev/infiniband/uverbs0 (mlx5_0) cannot be opened" in found.text) == (
+            HostLevel.PROBLEM,
+            True,
+        )
         assert "--device=/dev/infiniband" in found.remedy
 
     def test_a_device_does_not_open(self, open_files: MadeUpHost) -> None:
         found = check_verbs(open_files.roots, lambda: fake_verbs("mlx5_0"))
-        assert (found.level, "mlx5_0 does not open: Failed to open device" in found.text) == (Level.PROBLEM, True)
+        assert (found.level, "mlx5_0 does not open: Failed to open device" in found.text) == (HostLevel.PROBLEM, True)
 
     def test_no_device_and_no_link_are_no_problem_but_worth_a_word(self, host: MadeUpHost) -> None:
         found = check_verbs(host.roots, fake_verbs)
-        assert (found.level, "rdma link add" in found.remedy) == (Level.NOTE, True)
+        assert (found.level, "rdma link add" in found.remedy) == (HostLevel.NOTE, True)
         host.rnic("mlx5_0", "0000:18:00.0", 0, state="1: DOWN")
         assert check_verbs(host.roots, fake_verbs).remedy == "see RNICs above"
 
@@ -233,7 +236,7 @@ class TestTcp:
         interfaces = find_interfaces(doctor.Roots())
         host = interfaces[0].addresses[0] if interfaces else pytest.skip("this machine has loopback alone")
         found = check_tcp(interfaces, {"MASTER_ADDR": host})
-        assert (found.level, found.details["listens_on"]) == (Level.OK, host)
+        assert (found.level, found.details["listens_on"]) == (HostLevel.OK, host)
         assert found.details["interface"] == interfaces[0].name
 
     def test_a_faster_interface_is_named(self) -> None:
@@ -242,15 +245,15 @@ class TestTcp:
         fast = Interface("ib0", ("10.9.8.7",), True, 200_000, 4096)
         down = Interface("ib1", ("10.9.8.6",), False, 400_000, 4096)
         found = check_tcp([slow, fast, down], {"MASTER_ADDR": slow.addresses[0]})
-        assert (found.level, "ib0, 200 Gb/s, MTU 4096 is faster" in found.text) == (Level.NOTE, True)
+        assert (found.level, "ib0, 200 Gb/s, MTU 4096 is faster" in found.text) == (HostLevel.NOTE, True)
 
     def test_a_master_that_leads_nowhere_else(self) -> None:
         found = check_tcp([], {"MASTER_ADDR": "localhost"})
-        assert (found.level, "leads to" in found.text, found.details["usable"]) == (Level.NOTE, True, True)
+        assert (found.level, "leads to" in found.text, found.details["usable"]) == (HostLevel.NOTE, True, True)
 
     def test_outside_of_a_job(self) -> None:
         found = check_tcp([Interface("eth0", ("10.9.8.7",), True, None, 1500)], {})
-        assert (found.level, "10.9.8.7 (eth0, speed unknown, MTU 1500)" in found.text) == (Level.OK, True)
+        assert (found.level, "10.9.8.7 (eth0, speed unknown, MTU 1500)" in found.text) == (HostLevel.OK, True)
 
 
 def importer(*missing: str) -> Any:
@@ -268,7 +271,7 @@ class TestSoftware:
     def test_what_cannot_be_imported_stops_everything(self, host: MadeUpHost) -> None:
         found = software.check_versions(host.roots, importer("torch"))
         torch = one(found, "torch")
-        assert (torch.level, torch.fatal) == (Level.PROBLEM, True)
+        assert (torch.level, torch.fatal) == (HostLevel.PROBLEM, True)
         assert torch.text == "cannot be imported: ImportError: torch: cannot open shared object file"
         assert torch.remedy.startswith("pip install 'torch")
         assert not [finding for finding in found if finding.subject == "CUDA"]
@@ -284,7 +287,7 @@ class TestSoftware:
             lambda name: ["megatron-core<0.17,>=0.16.1; extra == 'megatron'", "x; extra=='y'"],
         )
         found = one(software.check_versions(host.roots, importer()), "megatron-core")
-        assert (found.level, found.fatal) == (Level.PROBLEM, True)
+        assert (found.level, found.fatal) == (HostLevel.PROBLEM, True)
         assert found.text == "0.17.0 is installed, <0.17,>=0.16.1 is needed"
 
     def test_a_checkout_on_the_path_counts_and_not_what_is_installed(self, host: MadeUpHost) -> None:
@@ -293,7 +296,7 @@ class TestSoftware:
             return checkout if name == "megatron.core" else software.import_quietly(name)
 
         found = one(software.check_versions(host.roots, import_module), "megatron-core")
-        assert (found.level, found.fatal) == (Level.PROBLEM, True)
+        assert (found.level, found.fatal) == (HostLevel.PROBLEM, True)
         assert found.text.startswith("0.13.0 is installed, ")
 
     def test_a_driver_that_torch_does_not_use(self, host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,11 +307,11 @@ class TestSoftware:
             "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19"
         )
         found = one(software.check_versions(host.roots), "CUDA")
-        assert (found.level, found.details["driver"], found.details["gpus"]) == (Level.PROBLEM, "535.129.03", 0)
+        assert (found.level, found.details["driver"], found.details["gpus"]) == (HostLevel.PROBLEM, "535.129.03", 0)
 
     def test_a_native_module_that_does_not_load(self) -> None:
         broken, good, _good = software.check_native_modules(importer("adaptra_megatron.schedule._native"))
-        assert (broken.fatal, good.level) == (True, Level.OK)
+        assert (broken.fatal, good.level) == (True, HostLevel.OK)
         assert "schedule._native" in broken.subject
 
 
@@ -316,7 +319,7 @@ class TestPatches:
     def test_all_fit_the_installed_megatron(self) -> None:
         found = check_patches()
         assert [finding.subject for finding in found] == [patch.identity for patch in PATCHES]
-        assert {finding.level for finding in found} == {Level.OK}
+        assert {finding.level for finding in found} == {HostLevel.OK}
 
     @pytest.mark.parametrize(
         ("change", "why"),
@@ -328,7 +331,7 @@ class TestPatches:
     )
     def test_one_that_does_not_fit(self, change: dict[str, Any], why: str) -> None:
         (found,) = check_patches([dataclasses.replace(PATCHES[0], **change)])
-        assert (found.level, found.fatal, why in found.text) == (Level.PROBLEM, True, True)
+        assert (found.level, found.fatal, why in found.text) == (HostLevel.PROBLEM, True, True)
         assert found.remedy.startswith("pip install 'megatron-core")
 
 
@@ -355,8 +358,8 @@ class TestSelfTest:
     def test_a_transport_that_fails_does_not_keep_the_others_from_running(self, ranks: Path) -> None:
         ranks.write_text(FAILING_OVER_VERBS)
         shm, verbs, tcp = self_test.run_self_test(["shm", "verbs", "tcp"], 20.0)
-        assert (shm.level, shm.details["gib_per_s"], tcp.level) == (Level.OK, 2.0, Level.OK)
-        assert (verbs.level, "says no way" in verbs.text) == (Level.PROBLEM, True)
+        assert (shm.level, shm.details["gib_per_s"], tcp.level) == (HostLevel.OK, 2.0, HostLevel.OK)
+        assert (verbs.level, "says no way" in verbs.text) == (HostLevel.PROBLEM, True)
 
     def test_a_hang_ends_at_the_deadline(self, ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.write_text("import time\ntime.sleep(60)\n")
@@ -371,8 +374,8 @@ class TestSelfTest:
 def test_the_exit_status_says_whether_it_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine = Finding(subject="shm", level=Level.PROBLEM, text="cannot be used", remedy="do this")
-    fatal = Finding(subject="torch", level=Level.PROBLEM, text="cannot be imported", fatal=True)
+    fine = HostFinding(subject="shm", level=HostLevel.PROBLEM, text="cannot be used", remedy="do this")
+    fatal = HostFinding(subject="torch", level=HostLevel.PROBLEM, text="cannot be imported", fatal=True)
     for found, status in (([fine], 0), ([fine, fatal], 1)):
         monkeypatch.setattr(doctor, "examine", lambda *_, found=found, **__: {"versions": found})
         assert main(["doctor"]) == status
@@ -384,7 +387,7 @@ def test_the_exit_status_says_whether_it_can_run(
 
 
 def test_the_text_is_the_same_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    note = Finding(subject="a", level=Level.NOTE, text="seen " * 40, remedy="nothing [to] be done")
+    note = HostFinding(subject="a", level=HostLevel.NOTE, text="seen " * 40, remedy="nothing [to] be done")
     doctor.print_text({"section": [note]})
     with_rich = capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "rich.console", None)
@@ -448,4 +451,4 @@ def one_section(sections: dict[str, list[dict[str, Any]]], section: str, subject
 
 
 def test_shared_memory_works_here() -> None:
-    assert check_shm().level is Level.OK
+    assert check_shm().level is HostLevel.OK

@@ -21,7 +21,7 @@ from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import PlanMade
 from adaptra_megatron.tools.cli.main import main
-from adaptra_megatron.tools.cli.planning.values import PER_SECOND, SECONDS, Range, parsed_value
+from adaptra_megatron.tools.cli.planning.values import PER_SECOND, SECONDS, ValueRange, parsed_value
 
 EXAMPLES = REPOSITORY / "examples"
 COSTS, RUN = str(EXAMPLES / "costs.json"), str(EXAMPLES / "run")
@@ -241,5 +241,5 @@ def test_units_of_bandwidth() -> None:
         assert parsed_value(text, PER_SECOND) == pytest.approx(1.25e9)
     for text, first in (("1..100ms/2:log", 1e-3), ("1ms..0.1sx2", 1e-3)):
         wide = parsed_value(text, SECONDS)
-        assert isinstance(wide, Range)
+        assert isinstance(wide, ValueRange)
         assert wide.values == pytest.approx([first, 0.01, 0.1])

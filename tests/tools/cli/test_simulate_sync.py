@@ -13,7 +13,7 @@ import pytest
 
 from adaptra_megatron.gradsync.all_reduce.algorithms import (
     ALGORITHMS,
-    Wire,
+    AllReduceWire,
     choose,
     critical_delay_s,
     hidden_s,
@@ -34,7 +34,7 @@ def points(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, An
 
 
 def test_every_point_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
-    wire, found = Wire(3e-6, 1 / (450 * 2**30)), points(capsys, "--ranks", "4,8", "--delay", "0..4ms/4")
+    wire, found = AllReduceWire(3e-6, 1 / (450 * 2**30)), points(capsys, "--ranks", "4,8", "--delay", "0..4ms/4")
     assert [(each["ranks"], each["nbytes"]) for each in found[::5]] == [
         (n, s << 20) for n in (4, 8) for s in (1024, 64)
     ]
@@ -125,4 +125,4 @@ def test_bad_input_is_one_line(words: list[str], told: str, capsys: pytest.Captu
 
 
 def test_a_model_without_a_delay_is_finite() -> None:
-    assert math.isfinite(hidden_s(8, 1, Wire(0.0, 1e-9), 0.0))
+    assert math.isfinite(hidden_s(8, 1, AllReduceWire(0.0, 1e-9), 0.0))

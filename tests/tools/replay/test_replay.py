@@ -18,7 +18,7 @@ from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError, numbered
 from adaptra_megatron.tools.replay.pipelines import KINDS
-from adaptra_megatron.tools.replay.replay_engine import Batch, batches_of, replay
+from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, batches_of, replay
 from adaptra_megatron.tools.replay.replayed_messages import with_messages
 
 jobs = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 6))
@@ -42,7 +42,7 @@ def slower(seconds: Seconds, cell: Cell, factor: float) -> Seconds:
     )
 
 
-def replayed_s(batch: Batch, factor: Callable[[OpType, Cell], float]) -> float:
+def replayed_s(batch: ReplayBatch, factor: Callable[[OpType, Cell], float]) -> float:
     ends_s = replay(
         batch, lambda index, event: factor(event.optype, event.takers[0].cell) * batch.work_s[index][None, :]
     )

@@ -11,14 +11,14 @@ from support.made_up.recordings import Seconds, recorded_step
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.tools.replay.operations import OpType
 from adaptra_megatron.tools.replay.replay_engine import batches_of
-from adaptra_megatron.tools.replay.replayed_what_if import Stragglers, stragglers_of
+from adaptra_megatron.tools.replay.replayed_what_if import ReplayedStragglers, stragglers_of
 
 
 def even(optype: OpType, cell: Cell, micro_batch: int) -> float:
     return {OpType.FORWARD: 1.0, OpType.BACKWARD: 2.0}.get(optype, 0.01)
 
 
-def analysed(seconds: Seconds, replicas: int, stages: int, micro_batches: int, steps: int = 2) -> Stragglers:
+def analysed(seconds: Seconds, replicas: int, stages: int, micro_batches: int, steps: int = 2) -> ReplayedStragglers:
     recorded = [recorded_step(number, replicas, stages, micro_batches, seconds) for number in range(steps)]
     return stragglers_of(recorded, batches_of(recorded))
 

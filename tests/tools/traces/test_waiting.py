@@ -13,7 +13,7 @@ from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.tools.traces.waiting import Cause, CauseKind, IterationAnalysis, Phase, idle_seconds
+from adaptra_megatron.tools.traces.waiting import Cause, CauseKind, IterationAnalysis, WaitingPhase, idle_seconds
 
 NO_WORK = Cause(CauseKind.NO_WORK)
 
@@ -38,14 +38,14 @@ def test_a_pipeline_of_two_by_hand() -> None:
     assert analysis.seconds == 16.0
     assert idle_seconds(period for period in analysis.idle_periods() if period.stage == 0) == {
         # While its gradient is missing: the activation is on the way, then stage 1 computes, then it comes back.
-        (Phase.MIDDLE, link(0, 1)): 5.0,
-        (Phase.MIDDLE, stage(1)): 5.0,
-        (Phase.MIDDLE, link(1, 0)): 1.0,
+        (WaitingPhase.MIDDLE, link(0, 1)): 5.0,
+        (WaitingPhase.MIDDLE, stage(1)): 5.0,
+        (WaitingPhase.MIDDLE, link(1, 0)): 1.0,
     }
     assert idle_seconds(period for period in analysis.idle_periods() if period.stage == 1) == {
-        (Phase.START, link(0, 1)): 5.0,
-        (Phase.END, NO_WORK): 4.0,
-        (Phase.START, stage(0)): 2.0,
+        (WaitingPhase.START, link(0, 1)): 5.0,
+        (WaitingPhase.END, NO_WORK): 4.0,
+        (WaitingPhase.START, stage(0)): 2.0,
     }
     assert [(flight.source, flight.target, flight.kind, flight.seconds) for flight in analysis.flights()] == [
         (0, 1, "F", 5.0),
@@ -57,9 +57,9 @@ def test_an_arrival_that_is_known_parts_the_link_from_the_receivers_own_delay() 
     records = [ActionRecord(0, 0, "F", 0, 0, 0.0, 0.0, 2.0), ActionRecord(0, 1, "F", 0, 0, 0.0, 7.0, 9.0)]
     analysis = IterationAnalysis(records, [ArrivalRecord(0, 0, 1, "F", 0, 0, 6.0)])
     assert idle_seconds(period for period in analysis.idle_periods() if period.stage == 1) == {
-        (Phase.START, link(0, 1)): 4.0,
-        (Phase.START, stage(0)): 2.0,
-        (Phase.START, Cause(CauseKind.OVERHEAD, 1)): 1.0,
+        (WaitingPhase.START, link(0, 1)): 4.0,
+        (WaitingPhase.START, stage(0)): 2.0,
+        (WaitingPhase.START, Cause(CauseKind.OVERHEAD, 1)): 1.0,
     }
     (flight,) = analysis.flights()
     assert (flight.sent_s, flight.arrived_s) == (2.0, 6.0)
@@ -75,10 +75,10 @@ def test_what_another_replica_is_to_send_is_no_delay_of_this_pipeline() -> None:
     ]
     analysis = IterationAnalysis(records)
     assert idle_seconds(period for period in analysis.idle_periods() if period.stage == 1) == {
-        (Phase.MIDDLE, Cause(CauseKind.REPLICA, 1)): 4.0,
-        (Phase.START, stage(0)): 2.0,
-        (Phase.START, link(0, 1)): 1.0,
-        (Phase.MIDDLE, Cause(CauseKind.OVERHEAD, 1)): 1.0,
+        (WaitingPhase.MIDDLE, Cause(CauseKind.REPLICA, 1)): 4.0,
+        (WaitingPhase.START, stage(0)): 2.0,
+        (WaitingPhase.START, link(0, 1)): 1.0,
+        (WaitingPhase.MIDDLE, Cause(CauseKind.OVERHEAD, 1)): 1.0,
     }
     assert [flight.micro_batch for flight in analysis.flights()] == [0]
 

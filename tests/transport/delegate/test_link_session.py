@@ -12,13 +12,13 @@ import pytest
 
 from adaptra_megatron.common.authentication.handshake import SESSION_NBYTES, Purpose
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.delegate.delegate_control import Down, Message, Open, Start, Up
+from adaptra_megatron.transport.delegate.delegate_control import Down, Message, OpenLink, StartDelegate, Up
 from adaptra_megatron.transport.delegate.link_session import LinkSession
 from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 LANES = 3
 TCP = list(WIRES).index("tcp")
-START = Start(
+START = StartDelegate(
     rank=1,
     job="00",
     secret="00",
@@ -50,7 +50,7 @@ class Peer:
 
     async def ask(self, session: int) -> None:
         """The training process of stage 1 asks for the link."""
-        request = Open(
+        request = OpenLink(
             peer=0, session=session, transport="tcp", connects=False, address=["", 0], source="", lanes=LANES
         )
         await self.link.open(request, [Ring.create(2, 4096) for _ in range(2)])

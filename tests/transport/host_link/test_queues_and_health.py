@@ -17,12 +17,12 @@ from transport_checks import CPU
 from adaptra_megatron.common.authentication.tagged_json import packed
 from adaptra_megatron.common.job import control_store, identity
 from adaptra_megatron.transport._ring import Inbox, Ring
-from adaptra_megatron.transport.delegate.delegate_control import Start
+from adaptra_megatron.transport.delegate.delegate_control import StartDelegate
 from adaptra_megatron.transport.dual_path.host_transport import neighbours
 from adaptra_megatron.transport.gpu.device_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.host_link.frames import check_can_travel, describe, key_of
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, LinkHealth
-from adaptra_megatron.transport.host_link.message_queues import Arrival, ReceiveQueue, RetransmitQueue
+from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue, RetransmitQueue
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
 from adaptra_megatron.transport.setup import host_placement as placement
@@ -67,7 +67,7 @@ class TwoEnds(RuleBasedStateMachine):
                 self.arrivals.arrive_again(sequence)
             else:
                 self.seen.add(sequence)
-                self.arrivals.arrive(name, Arrival(sequence, HostReceipt(tensor), 0.0))
+                self.arrivals.arrive(name, MessageArrival(sequence, HostReceipt(tensor), 0.0))
 
     @rule()
     def ask(self) -> None:
@@ -147,7 +147,7 @@ class Tries(RuleBasedStateMachine):
         if self.path:
             sequence, name = self.path.pop(number % len(self.path))
             content = torch.tensor([name.attempt, name.micro_batch])
-            self.arrivals.arrive(name, Arrival(sequence, HostReceipt(content), 0.0))
+            self.arrivals.arrive(name, MessageArrival(sequence, HostReceipt(content), 0.0))
             self.delivered.add(sequence)
 
     @rule()
@@ -251,8 +251,8 @@ def test_a_probe_is_on_its_way_until_it_is_acknowledged() -> None:
 
 def test_a_key_that_comes_twice_is_kept_once() -> None:
     arrivals = ReceiveQueue()
-    arrivals.arrive(key(0), Arrival(0, HostReceipt(torch.zeros(1)), 1.0))
-    arrivals.arrive(key(0), Arrival(9, HostReceipt(torch.ones(1)), 2.0))
+    arrivals.arrive(key(0), MessageArrival(0, HostReceipt(torch.zeros(1)), 1.0))
+    arrivals.arrive(key(0), MessageArrival(9, HostReceipt(torch.ones(1)), 2.0))
     assert list(arrivals.due) == [9], "the duplicate's sender may drop it, that of the first not yet"
     arrivals.post(key(0), 3.0)
     assert list(arrivals.due) == [9, 0]
@@ -382,7 +382,7 @@ def test_what_is_no_secret_is_not_taken_for_one(found: str) -> None:
 def test_the_secret_is_in_no_description_of_what_a_delegate_is_told() -> None:
     secret = "ab" * 32
     limits = {"handshake_s": 1.0, "stall_s": 1.0, "max_message_nbytes": 1}
-    start = Start(rank=0, job="00", secret=secret, listeners=[], rnics=[], **limits)
+    start = StartDelegate(rank=0, job="00", secret=secret, listeners=[], rnics=[], **limits)
     assert secret not in repr(start)
     assert secret.encode() in packed(start), "the delegate has it"
 

@@ -22,12 +22,12 @@ from adaptra_megatron.transport.lines.lines import (
     BEAT_S,
     SILENT_S,
     Beat,
+    ConnectionPlace,
     ControlConnections,
     Fin,
     LinkNote,
     LinkNoteAck,
     Lost,
-    Place,
     decode_line,
 )
 from adaptra_megatron.transport.setup.host_placement import listen_shm, listen_tcp
@@ -45,7 +45,7 @@ def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
         lines = ControlConnections(stage, lambda stage: f"rank {stage}", JOB, SECRET, [listener])
         made.append((lines, {peer: End(lines) for peer in peers}))
         for peer, end in made[-1][1].items():
-            lines.add(peer, Place(listening[peer][1], ""), end)
+            lines.add(peer, ConnectionPlace(listening[peer][1], ""), end)
     for lines, _ in made:
         lines.begin()
     until(lambda: all(end.ups for _, ends in made for end in ends.values()), "a line does not come up")
@@ -100,7 +100,7 @@ def test_a_stage_that_fails_is_named_to_all(chain: Chain) -> None:
 def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def reach(self: ControlConnections, place: Place) -> socket.socket:
+    async def reach(self: ControlConnections, place: ConnectionPlace) -> socket.socket:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     end = chain[0][1][1]
@@ -121,7 +121,7 @@ def test_a_process_that_closes_before_its_line_is_up_has_not_died(leaves: int, t
         both = [ControlConnections(rank, "rank {}".format, JOB, SECRET, [listening[rank][0]]) for rank in range(2)]
         ends = [End(lines) for lines in both]
         for rank, lines in enumerate(both):
-            lines.add(1 - rank, Place(listening[1 - rank][1], ""), ends[rank])
+            lines.add(1 - rank, ConnectionPlace(listening[1 - rank][1], ""), ends[rank])
             lines.begin()
         time.sleep(after_s)
         both[leaves].close()
@@ -138,7 +138,7 @@ def test_a_stage_that_fails_before_its_line_is_up_is_named(fails: int, transport
     both = [ControlConnections(rank, "rank {}".format, JOB, SECRET, [listening[rank][0]]) for rank in range(2)]
     ends = [End(lines) for lines in both]
     for rank, lines in enumerate(both):
-        lines.add(1 - rank, Place(listening[1 - rank][1], ""), ends[rank])
+        lines.add(1 - rank, ConnectionPlace(listening[1 - rank][1], ""), ends[rank])
     both[fails].begin()
     both[fails].fail("ArithmeticError: in its first action")
     until(lambda: bool(ends[fails].losses), "it does not fail")
@@ -154,7 +154,7 @@ def test_a_stage_that_fails_before_its_line_is_up_is_named(fails: int, transport
 def test_the_cause_of_an_ended_link_arrives_though_its_line_is_down(
     chain: Chain, ends_it: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def reach(self: ControlConnections, place: Place) -> socket.socket:
+    async def reach(self: ControlConnections, place: ConnectionPlace) -> socket.socket:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     (lines, ends), (theirs, their_ends) = chain[ends_it], chain[1 - ends_it]

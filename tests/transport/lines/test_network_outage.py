@@ -11,7 +11,7 @@ from line_ends import JOB, SECRET, End
 from support.namespaces import ADDRESSES, Host, cut, joined_hosts, mend
 from transport_checks import until
 
-from adaptra_megatron.transport.lines.lines import BEAT_S, ControlConnections, Place
+from adaptra_megatron.transport.lines.lines import BEAT_S, ConnectionPlace, ControlConnections
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SHORT_S = 2.0
@@ -30,7 +30,7 @@ def ends(hosts: tuple[Host, Host]) -> Iterator[tuple[End, End]]:
     listening = [host.call(listen_tcp, host.address) for host in hosts]
     made: list[tuple[ControlConnections, End]] = []
     for stage, host in enumerate(hosts):
-        place = Place(listening[1 - stage][1], ADDRESSES[stage])
+        place = ConnectionPlace(listening[1 - stage][1], ADDRESSES[stage])
         lines = ControlConnections(stage, lambda stage: f"rank {stage}", JOB, SECRET, [listening[stage][0]])
         made.append((lines, End(lines)))
         lines.add(1 - stage, place, made[-1][1])

@@ -23,7 +23,7 @@ from transport_checks import CPU, activation, content, expect, flush, host_trans
 
 from adaptra_megatron.transport._ring import die_with_parent
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
-from adaptra_megatron.transport.device_session.pair_group import PairGroup, Work
+from adaptra_megatron.transport.device_session.pair_group import PairGroup, PairWork
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings
@@ -62,11 +62,11 @@ class Swallowed:
 
 
 @contextmanager
-def faulty_sends(instead: Callable[[], Work]) -> Iterator[list[int]]:
+def faulty_sends(instead: Callable[[], PairWork]) -> Iterator[list[int]]:
     """This rank's sends on the device path do something else; yields the tags that were struck."""
     real, struck = PairGroup.send, []
 
-    def send(self: PairGroup, tensor: torch.Tensor, tag: int) -> Work:
+    def send(self: PairGroup, tensor: torch.Tensor, tag: int) -> PairWork:
         struck.append(tag)
         return instead()
 
@@ -77,7 +77,7 @@ def faulty_sends(instead: Callable[[], Work]) -> Iterator[list[int]]:
         PairGroup.send = real  # type: ignore[method-assign]
 
 
-def _raise() -> Work:
+def _raise() -> PairWork:
     raise RuntimeError("emulated: connection reset by peer")
 
 
@@ -117,7 +117,7 @@ def _exchange_fixed(transport: HostTransport, iteration: int) -> None:
     flush(transport)
 
 
-def _fails_over(make: Make, instead: Callable[[], Work]) -> None:
+def _fails_over(make: Make, instead: Callable[[], PairWork]) -> None:
     transport = make()
     on(transport, Path.DEVICE)
     exchange(transport, 0)
@@ -356,7 +356,7 @@ def both_die_silently(make: Make) -> None:
     _both_die(make(grace_s=3.0, first_rest_s=0.1, longest_rest_s=0.1), Swallowed, "what was sent did not arrive for")
 
 
-def _both_die(transport: HostTransport, instead: Callable[[], Work], cause: str) -> None:
+def _both_die(transport: HostTransport, instead: Callable[[], PairWork], cause: str) -> None:
     on(transport, Path.DEVICE)
     exchange(transport, 0)
     dist.barrier()

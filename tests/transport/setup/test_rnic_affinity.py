@@ -13,8 +13,8 @@ import pytest
 from support.made_up.host import MadeUpHost
 
 from adaptra_megatron.transport.setup.rnic_affinity import (
+    HardwarePlace,
     Nearness,
-    Place,
     RdmaPort,
     RnicError,
     choose_rnics,
@@ -110,7 +110,7 @@ GPU_0, GPU_1, GPU_2 = "0000:19:00.0", "0000:1b:00.0", "0000:b1:00.0"
 def test_what_a_host_has(two_sockets: Host) -> None:
     devices = rdma_devices(two_sockets.sysfs)
     assert [device.name for device in devices] == [f"mlx5_{number}" for number in range(6)]
-    assert devices[2].place == Place(("pci0000:16", "0000:16:04.0", "0000:2a:00.0"), 0)
+    assert devices[2].place == HardwarePlace(("pci0000:16", "0000:16:04.0", "0000:2a:00.0"), 0)
     assert devices[2].pci_bus_id == "0000:2a:00.0"
     assert devices[2].local_cpus == "0-3"
     assert devices[2].ports == (RdmaPort(1, "ACTIVE", "200 Gb/sec (4X HDR)", "InfiniBand"),)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from adaptra_megatron.transport._ring import PEER_ENDED, Inbox, PumpCounters, Ring, send_frames
-from adaptra_megatron.transport.delegate.delegate_control import Open
+from adaptra_megatron.transport.delegate.delegate_control import OpenLink
 from adaptra_megatron.transport.delegate.link_session import _unconnected
 from adaptra_megatron.transport.wires import tcp_wire as tcp
 from adaptra_megatron.transport.wires.tcp_wire import TcpWire
@@ -170,7 +170,7 @@ def test_a_lane_takes_a_port_only_when_it_connects(host: str) -> None:
     except OSError:
         pytest.skip(f"no {host} here")
     address = list(listener.getsockname()[:2])
-    request = Open(peer=1, session=1, transport="tcp", connects=True, address=address, source=host, lanes=1)
+    request = OpenLink(peer=1, session=1, transport="tcp", connects=True, address=address, source=host, lanes=1)
     with listener, _unconnected(request) as connection:
         assert connection.getsockname()[:2] == (host, 0)
         connection.setblocking(True)

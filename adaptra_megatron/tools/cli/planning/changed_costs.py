@@ -16,8 +16,8 @@ from adaptra_megatron.tools.cli.planning.values import (
     PER_SECOND,
     SECONDS,
     TIMES,
-    Range,
     Value,
+    ValueRange,
     argument_type,
     parsed_value,
     whole_value,
@@ -110,7 +110,7 @@ class Axis:
     """The values as the user would write them, without the unit."""
     heading: str
     """The name and the user's unit."""
-    range: Range | None = None
+    range: ValueRange | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class WhatIf:
             labels = [f"{source}-{target}" for source, target in _pairs(job)]
             found.append(Axis("link", "", tuple(map(float, range(len(labels)))), tuple(labels), "link"))
         for name, unit, value in self._values():
-            if isinstance(value, Range):
+            if isinstance(value, ValueRange):
                 found.append(_axis(name, unit, value))
         if len(found) > 2:
             raise InputError(f"{len(found)} ranges ({', '.join(axis.name for axis in found)}): a table is over two")
@@ -235,7 +235,7 @@ def add_what_if_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _axis(name: str, unit: str, value: Range) -> Axis:
+def _axis(name: str, unit: str, value: ValueRange) -> Axis:
     values = value.values
     if name in ("max-in-flight", "micro-batches"):
         values = sorted({float(round(each)) for each in values}, reverse=value.first > value.last)
@@ -249,7 +249,7 @@ def _pairs(job: JobCosts) -> list[tuple[int, int]]:
 
 
 def _at(value: Value, name: str, at: At) -> float:
-    return at[name] if isinstance(value, Range) else value
+    return at[name] if isinstance(value, ValueRange) else value
 
 
 def slow_link(text: str) -> SlowLink:

@@ -32,7 +32,7 @@ _SLOW = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One order of actions, or the bound."""
 
     name: str
@@ -53,13 +53,13 @@ class Row:
 class Comparison:
     """The rows, by descending hope: healthy, stock, now, planned, bound."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     job: JobCosts
     healthy: JobCosts
     healthy_is: str
     """What was taken for healthy, in words."""
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> ComparisonRow:
         return next(row for row in self.rows if row.name == name)
 
     @property
@@ -113,7 +113,7 @@ def compare(
     *,
     at: At = {},  # noqa: B006
     planned: tuple[Schedule, JobSimulation] | None = None,
-    timed: Row | None = None,
+    timed: ComparisonRow | None = None,
     deadline_s: float | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -135,10 +135,10 @@ def compare(
     if (stock := stock_of(job.base)) is not None:
         rows.append(_row(STOCK, stock[0], simulate_job(stock[0], job, blocking=stock[1]), bound, blocking=stock[1]))
     else:
-        rows.append(Row(name=STOCK, makespan_s=None, binds="these counts"))
+        rows.append(ComparisonRow(name=STOCK, makespan_s=None, binds="these counts"))
     rows.append(timed or _now(given, asked, order, job, bound))
     rows.append(_row("planned", *best, bound))
-    rows.append(Row(name="bound", makespan_s=bound.seconds, binds=in_words(bound)))
+    rows.append(ComparisonRow(name="bound", makespan_s=bound.seconds, binds=in_words(bound)))
     return Comparison(rows=tuple(rows), job=job, healthy=healthy, healthy_is=healthy_is)
 
 
@@ -184,24 +184,26 @@ def _evened(costs: Costs) -> dict[tuple[int, int], LinkCost]:
     }
 
 
-def _now(given: PlanInput, asked: WhatIf, healthy: Schedule, job: JobCosts, bound: LowerBound) -> Row:
+def _now(given: PlanInput, asked: WhatIf, healthy: Schedule, job: JobCosts, bound: LowerBound) -> ComparisonRow:
     """The order that ran, where it is known, else the one that was planned for the healthy job."""
     unchanged = job == given.job
     if unchanged and given.order is None and given.now_s is not None:
-        return Row(name="now", makespan_s=given.now_s, binds="the order that ran")
+        return ComparisonRow(name="now", makespan_s=given.now_s, binds="the order that ran")
     order = healthy if given.order is None else given.order
     try:
         return _row("now", order, simulate_job(order, job), bound)
     except ScheduleError as error:
-        return Row(name="now", makespan_s=None, binds=str(error))
+        return ComparisonRow(name="now", makespan_s=None, binds=str(error))
 
 
-def _row(name: str, schedule: Schedule, simulation: JobSimulation, bound: LowerBound, *, blocking: bool = False) -> Row:
+def _row(
+    name: str, schedule: Schedule, simulation: JobSimulation, bound: LowerBound, *, blocking: bool = False
+) -> ComparisonRow:
     binds = in_words(bound)
     if bound.gap_of(simulation.makespan_s) > _AT_THE_BOUND:
         cause = find_cause(simulation, fixed_order(schedule, simulation.job.base, blocking=blocking))
         binds = "the order of work" if cause is None else f"{cause.what}: {cause.gain_s:.3g} s"
-    return Row(
+    return ComparisonRow(
         name=name,
         makespan_s=simulation.makespan_s,
         binds=binds,
@@ -211,6 +213,6 @@ def _row(name: str, schedule: Schedule, simulation: JobSimulation, bound: LowerB
     )
 
 
-def timed_row(name: str, schedule: Schedule, simulation: JobSimulation, *, blocking: bool) -> Row:
+def timed_row(name: str, schedule: Schedule, simulation: JobSimulation, *, blocking: bool) -> ComparisonRow:
     """A row for an order that was named."""
     return _row(name, schedule, simulation, job_bound(simulation.job), blocking=blocking)

@@ -12,7 +12,7 @@ from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import ranges
-from adaptra_megatron.schedule.jobs.job_simulation import Cause, JobSimulation
+from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, SlowdownCause
 from adaptra_megatron.schedule.simulator import Simulation
 from adaptra_megatron.tools.cli.planning.comparison import Comparison
 from adaptra_megatron.tools.cli.tables import print_table
@@ -23,7 +23,7 @@ _HEADINGS = ("stage", "in flight", "cap", "idle")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PlanningOutcome:
     """One schedule under one set of costs."""
 
     name: str
@@ -89,7 +89,7 @@ def main_figures(simulation: Simulation | JobSimulation, bound: LowerBound) -> d
     }
 
 
-def _stage_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+def _stage_rows(outcome: PlanningOutcome) -> list[tuple[str, ...]]:
     simulation = outcome.simulation
     return [
         (str(stage), f"{peak:g}", "none" if cap is None else f"{cap:g}", f"{idle:.1%}")
@@ -110,7 +110,7 @@ class JobOutcome:
     name: str
     simulation: JobSimulation
     lower_bound: LowerBound
-    cause: Cause | None
+    cause: SlowdownCause | None
     """Why the slowest replica is slow."""
     schedule: Schedule | None
     """None for online dispatch."""

@@ -27,8 +27,8 @@ from adaptra_megatron.tools.cli.planning.changed_costs import Axis, what_if
 from adaptra_megatron.tools.cli.planning.comparison import compare
 from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
 from adaptra_megatron.tools.cli.planning.inputs import InputError, seconds
-from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, Outcome
-from adaptra_megatron.tools.cli.planning.presenting import WHERE_COSTS_ARE, Answer, add_shared_options, present
+from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, PlanningOutcome
+from adaptra_megatron.tools.cli.planning.presenting import WHERE_COSTS_ARE, PresentedAnswer, add_shared_options, present
 from adaptra_megatron.tools.cli.planning.questions import Exchange, Loss, WonBack, add_question_options
 from adaptra_megatron.tools.cli.planning.sweep import sweep
 from adaptra_megatron.tools.cli.progress import no_cycle_collection, shown_progress
@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace) -> None:
                 assert outcome.schedule is not None
                 planned = outcome.schedule, simulate_job(outcome.schedule, job)
                 comparison = compare(given, asked, planned=planned, deadline_s=deadline_s, progress=progress)
-                answers: list[Answer] = []
+                answers: list[PresentedAnswer] = []
                 if options.win_back:
                     answers.append(WonBack(comparison, options.activation_gib, deadline_s))
                 if options.exchange is not None:
@@ -98,12 +98,12 @@ def _refuse_what_a_table_cannot_do(options: argparse.Namespace, axes: Sequence[A
         )
 
 
-def _one(job: JobCosts, deadline_s: float | None, progress: Progress | None) -> Outcome:
+def _one(job: JobCosts, deadline_s: float | None, progress: Progress | None) -> PlanningOutcome:
     costs = job.groups[0].costs
     start = time.perf_counter()
     found = plan(costs, deadline_s=deadline_s, progress=progress)
     planning_s = time.perf_counter() - start
-    return Outcome(
+    return PlanningOutcome(
         name="planned",
         costs=costs,
         simulation=simulate(found.schedule, costs),

@@ -15,7 +15,7 @@ from adaptra_megatron.tools.cli.planning.comparison import Comparison
 from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput
 from adaptra_megatron.tools.cli.planning.drawings import add_drawing_options, draw
 from adaptra_megatron.tools.cli.planning.inputs import count
-from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, Outcome
+from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, PlanningOutcome
 from adaptra_megatron.tools.cli.progress import add_progress_option
 
 WHERE_COSTS_ARE = """\
@@ -24,7 +24,7 @@ of its latest plan, or of --plan N), one of its events-*.jsonl, or a trace as `a
 """
 
 
-class Answer(Protocol):
+class PresentedAnswer(Protocol):
     """What a question found."""
 
     def document(self) -> dict[str, Any]:
@@ -53,11 +53,11 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
 
 
 def present(
-    outcome: Outcome | JobOutcome,
+    outcome: PlanningOutcome | JobOutcome,
     comparison: Comparison,
     given: PlanInput,
     options: argparse.Namespace,
-    answers: Sequence[Answer] = (),
+    answers: Sequence[PresentedAnswer] = (),
 ) -> None:
     """Print one answer, with what it compares with, and draw what is wanted. Raises InputError as `draw`."""
     if options.json:

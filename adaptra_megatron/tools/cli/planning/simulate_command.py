@@ -28,11 +28,11 @@ from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
 from adaptra_megatron.tools.cli.planning.changed_costs import Axis, what_if
-from adaptra_megatron.tools.cli.planning.comparison import Row, compare, timed_row
+from adaptra_megatron.tools.cli.planning.comparison import ComparisonRow, compare, timed_row
 from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
 from adaptra_megatron.tools.cli.planning.drawings import asks_for_drawings
 from adaptra_megatron.tools.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_text
-from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, Outcome
+from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, PlanningOutcome
 from adaptra_megatron.tools.cli.planning.presenting import WHERE_COSTS_ARE, add_shared_options, present
 from adaptra_megatron.tools.cli.planning.sweep import sweep
 from adaptra_megatron.tools.cli.progress import no_cycle_collection, shown_progress
@@ -110,16 +110,18 @@ def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) ->
         raise InputError("--html, --trace and --timeline are for one schedule: give a value instead of the range")
 
 
-def _row(outcome: Outcome | JobOutcome, job: JobCosts, blocking: bool) -> Row:
+def _row(outcome: PlanningOutcome | JobOutcome, job: JobCosts, blocking: bool) -> ComparisonRow:
     """The schedule that was asked for, in the comparison."""
     if outcome.schedule is None:
         found = simulate_job_online(job)
-        return Row(name=outcome.name, makespan_s=found.makespan_s, binds="decided as messages come", simulation=found)
+        return ComparisonRow(
+            name=outcome.name, makespan_s=found.makespan_s, binds="decided as messages come", simulation=found
+        )
     simulation = simulate_job(outcome.schedule, job, blocking=blocking)
     return timed_row(outcome.name, outcome.schedule, simulation, blocking=blocking)
 
 
-def _one(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> Outcome:
+def _one(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> PlanningOutcome:
     costs = job.groups[0].costs
     if name == "online":
         schedule, simulation = None, simulate_online(costs)
@@ -127,7 +129,9 @@ def _one(job: JobCosts, name: str, blocking: bool, progress: Progress | None) ->
         planned = name == "planned"
         schedule = plan(costs, progress=progress).schedule if planned else fixed_schedule(name, costs)
         simulation = simulate(schedule, costs, blocking=blocking)
-    return Outcome(name=name, costs=costs, simulation=simulation, lower_bound=lower_bound(costs), schedule=schedule)
+    return PlanningOutcome(
+        name=name, costs=costs, simulation=simulation, lower_bound=lower_bound(costs), schedule=schedule
+    )
 
 
 def _many(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> JobOutcome:

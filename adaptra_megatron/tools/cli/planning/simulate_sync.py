@@ -15,17 +15,24 @@ from pathlib import Path
 from adaptra_megatron.gradsync.all_reduce.algorithms import (
     ALGORITHMS,
     STOCK,
-    Wire,
+    AllReduceWire,
     choose,
     critical_delay_s,
     ring_s,
     stock_s,
 )
 from adaptra_megatron.gradsync.all_reduce.stragglar import has_stragglar
-from adaptra_megatron.gradsync.sync_modes.modes import Candidate, Kind, candidates
+from adaptra_megatron.gradsync.sync_modes.modes import Candidate, ModeKind, candidates
 from adaptra_megatron.gradsync.sync_modes.modes import choose as choose_mode
 from adaptra_megatron.tools.cli.planning.inputs import InputError
-from adaptra_megatron.tools.cli.planning.values import PER_SECOND, SECONDS, Range, Value, argument_type, parsed_value
+from adaptra_megatron.tools.cli.planning.values import (
+    PER_SECOND,
+    SECONDS,
+    Value,
+    ValueRange,
+    argument_type,
+    parsed_value,
+)
 from adaptra_megatron.tools.cli.tables import print_table
 
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -42,7 +49,7 @@ examples:
 
 
 @dataclass(frozen=True)
-class Point:
+class SyncPoint:
     """One case."""
 
     ranks: int
@@ -103,11 +110,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run(options: argparse.Namespace) -> None:
     for name in ("bandwidth", "latency", "compute"):
-        if isinstance(getattr(options, name), Range):
+        if isinstance(getattr(options, name), ValueRange):
             raise InputError(f"--{name} is a range, but only --delay may be one")
     if options.bandwidth <= 0.0:
         raise InputError("--bandwidth must be above 0")
-    wire = Wire(options.latency, 1 / options.bandwidth)
+    wire = AllReduceWire(options.latency, 1 / options.bandwidth)
     delays = _values(options.delay)
     points = [
         _point(ranks, nbytes, wire, delay_s, options)
@@ -123,7 +130,7 @@ def _run(options: argparse.Namespace) -> None:
         _draw(points, options.plot)
 
 
-def _point(ranks: int, nbytes: int, wire: Wire, delay_s: float, options: argparse.Namespace) -> Point:
+def _point(ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float, options: argparse.Namespace) -> SyncPoint:
     compute_s: float = options.compute
     chosen = choose(ranks, nbytes, wire, delay_s)
     exposed_s = {
@@ -139,7 +146,7 @@ def _point(ranks: int, nbytes: int, wire: Wire, delay_s: float, options: argpars
     critical_s = critical_delay_s(ranks, nbytes, wire) if has_stragglar(ranks) else math.inf
     critical = critical_s if math.isfinite(critical_s) else None
     modes, chosen_mode = _modes(ranks, compute_s, delay_s, options.noise)
-    return Point(
+    return SyncPoint(
         ranks,
         nbytes,
         delay_s,
@@ -160,12 +167,12 @@ def _modes(ranks: int, compute_s: float, delay_s: float, noise: float) -> tuple[
     if compute_s == 0.0 or ranks > _MOST_REPLICAS:
         return (), None
     times_s = [compute_s] * (ranks - 1) + [compute_s + delay_s]
-    kinds = tuple(Kind)
+    kinds = tuple(ModeKind)
     chosen = choose_mode(times_s, kinds, _STALENESS, noise)
     return tuple(candidates(times_s, kinds, _STALENESS, noise)), str(chosen.mode)
 
 
-def _print_text(points: Sequence[Point]) -> None:
+def _print_text(points: Sequence[SyncPoint]) -> None:
     names = tuple(points[0].exposed_s)
     print("seconds from the arrival of the last replica (stock: the best that a library can do), and of the iteration")
     rows = []
@@ -208,13 +215,13 @@ def _print_text(points: Sequence[Point]) -> None:
         )
 
 
-def _draw(points: Sequence[Point], path: Path) -> None:
+def _draw(points: Sequence[SyncPoint], path: Path) -> None:
     """A panel per number of replicas and size: exposed seconds over the delay. Raises InputError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError("--plot needs matplotlib: pip install 'adaptra-megatron[plot]'") from error
-    panels: dict[tuple[int, int], list[Point]] = {}
+    panels: dict[tuple[int, int], list[SyncPoint]] = {}
     for point in points:
         panels.setdefault((point.ranks, point.nbytes), []).append(point)
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
@@ -235,7 +242,7 @@ def _draw(points: Sequence[Point], path: Path) -> None:
 
 
 def _values(value: Value) -> list[float]:
-    return value.values if isinstance(value, Range) else [value]
+    return value.values if isinstance(value, ValueRange) else [value]
 
 
 def _noise(text: str) -> float:
@@ -256,7 +263,7 @@ def _sizes(text: str) -> list[int]:
     found = []
     for part in text.split(","):
         value = parsed_value(part, _BYTES)
-        if isinstance(value, Range) or not 1 <= value <= 2**60:
+        if isinstance(value, ValueRange) or not 1 <= value <= 2**60:
             raise ValueError(f"has {part!r}, which is no size from 1B to 2**60 bytes")
         found.append(round(value))
     return found

@@ -35,7 +35,7 @@ Timed = Callable[[JobCosts], JobSimulation | None]
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One cell of the table."""
 
     values: tuple[float, ...]
@@ -51,7 +51,7 @@ class Sweep:
 
     axes: tuple[Axis, ...]
     names: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
     """Rows one after the other."""
     over_cap: tuple[str, ...]
     """Schedules that hold more activations than some cap allows."""
@@ -143,7 +143,7 @@ def sweep(
     names = (schedule,) if schedule is not None else _usual_names(job.base)
     pairs = list(itertools.product(*(axis.values for axis in axes)))
     timed: dict[str, Timed] = {}
-    points: list[Point] = []
+    points: list[SweepPoint] = []
     over_cap: set[str] = set()
     counts: int | None = None
     for number, values in enumerate(pairs):
@@ -159,7 +159,7 @@ def sweep(
             makespan_s[name] = None if found is None else found.makespan_s
             if found is not None and at.base.stages_over_cap(found.peak_in_flight):
                 over_cap.add(name)
-        points.append(Point(values, makespan_s, job_bound(at).seconds))
+        points.append(SweepPoint(values, makespan_s, job_bound(at).seconds))
     in_order = tuple(name for name in names if name in over_cap)
     return Sweep(tuple(axes), names, tuple(points), in_order)
 

@@ -29,7 +29,7 @@ _MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """Values of a sweep, first and last included, at even distances or in even ratios."""
 
     first: float
@@ -56,7 +56,7 @@ class Range:
         return f"{value / self.scale:.6g}"
 
 
-Value = float | Range
+Value = float | ValueRange
 
 
 def parsed_value(text: str, units: Mapping[str, float]) -> Value:
@@ -85,13 +85,13 @@ def parsed_value(text: str, units: Mapping[str, float]) -> Value:
     first, last_value = float(found[1]) * units[found[2] or unit], float(found[3]) * units[unit]
     if logarithmic and min(first, last_value) <= 0.0:
         raise ValueError(f"has {text!r}, a range in even ratios, which cannot begin or end at 0")
-    return Range(first, last_value, steps, logarithmic, unit, units[unit])
+    return ValueRange(first, last_value, steps, logarithmic, unit, units[unit])
 
 
 def whole_value(text: str) -> Value:
     """The same of a count."""
     value = parsed_value(text, {"": 1.0})
-    for end in (value.first, value.last) if isinstance(value, Range) else (value,):
+    for end in (value.first, value.last) if isinstance(value, ValueRange) else (value,):
         if end != int(end) or end < 1:
             raise ValueError(f"has {end:g}, which is no whole number of at least 1")
     return value
@@ -100,7 +100,7 @@ def whole_value(text: str) -> Value:
 def duration_s(text: str) -> float:
     """A duration with its unit, above 0."""
     value = parsed_value(text, SECONDS)
-    if isinstance(value, Range) or value <= 0.0:
+    if isinstance(value, ValueRange) or value <= 0.0:
         raise ValueError("is no duration above 0 such as 20min")
     return value
 

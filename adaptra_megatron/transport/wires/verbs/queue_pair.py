@@ -22,7 +22,7 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import FRAME_HEADER_NBYTES, Ring
 from adaptra_megatron.transport.wires.verbs.rail import Completion, Did, QueuePairError
 from adaptra_megatron.transport.wires.verbs.verbs_device import Port, VerbsUnavailableError
-from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint
+from adaptra_megatron.transport.wires.verbs.verbs_messages import VerbsEndpoint
 
 _RECEIVE, _PROBE, _GRANT, _FIRST_CHUNK = 0, 1, 2, 3
 """Identifiers of work requests; chunk n has n + _FIRST_CHUNK. The upper bits tell one use of the pair from the next."""
@@ -61,7 +61,7 @@ class VerbsQueuePair:
         self.verbs, self.device = verbs, port.device
         self._port, self._outbound, self._inbound = port, outbound, inbound
         self._receiving = self._use = 0
-        self._peer: Endpoint | None = None
+        self._peer: VerbsEndpoint | None = None
         self._resources = contextlib.ExitStack()
         self._pair: Any = None
         self._failures = _names(verbs, "IBV_WC_")
@@ -112,7 +112,7 @@ class VerbsQueuePair:
         return self._port.active()
 
     @_translated
-    def prepare(self) -> Endpoint:
+    def prepare(self) -> VerbsEndpoint:
         self.reset()
         if self._pair is None:
             self._create()
@@ -124,7 +124,7 @@ class VerbsQueuePair:
         port = self._context.query_port(self._port.number)
         self._gid_index, gid = self._port.gid()
         self._packet_sequence = secrets.randbits(24)
-        return Endpoint(
+        return VerbsEndpoint(
             gid=gid,
             lid=port.lid,
             number=self._pair.qp_num,
@@ -135,7 +135,7 @@ class VerbsQueuePair:
         )
 
     @_translated
-    def connect(self, peer: Endpoint) -> None:
+    def connect(self, peer: VerbsEndpoint) -> None:
         verbs, attributes = self.verbs, self._attributes()
         attributes.path_mtu = min(self._context.query_port(self._port.number).active_mtu, peer.mtu)
         attributes.dest_qp_num, attributes.rq_psn = peer.number, peer.packet_sequence

@@ -21,7 +21,14 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint, Fenced, RailMessage, Raise, Raised, Ready
+from adaptra_megatron.transport.wires.verbs.verbs_messages import (
+    Fenced,
+    RailMessage,
+    Raise,
+    Raised,
+    Ready,
+    VerbsEndpoint,
+)
 
 logger = logger_of(__name__)
 Result = TypeVar("Result")
@@ -58,10 +65,10 @@ class QueuePair(Protocol):
     def port_active(self) -> bool:
         """Return whether the port has a link."""
 
-    def prepare(self) -> Endpoint:
+    def prepare(self) -> VerbsEndpoint:
         """Into a state in which the peer can connect, whatever it was before. Receives are posted."""
 
-    def connect(self, peer: Endpoint) -> None:
+    def connect(self, peer: VerbsEndpoint) -> None:
         """Ready to receive and to send."""
 
     def probe(self) -> None:
@@ -105,7 +112,7 @@ class RailTiming:
     """Between attempts to raise it; each doubles the pause, until a chunk goes through."""
 
 
-class State(enum.Enum):
+class RailState(enum.Enum):
     DOWN = "down"
     RAISING = "raising"
     UP = "up"
@@ -138,7 +145,7 @@ class Rail:
     def __init__(
         self, index: int, queue_pair: QueuePair, initiates: bool, session: Settlement, timing: RailTiming
     ) -> None:
-        self.state = State.DOWN
+        self.state = RailState.DOWN
         self.cause = "it has not come up yet"
         """Why it was given up last."""
         self.failures = 0
@@ -153,13 +160,13 @@ class Rail:
 
     def due_s(self, in_flight: int) -> float | None:
         """When `tick` has something to do though nothing happens."""
-        if self.state is State.FENCED or (self.state is State.DOWN and not self._initiates):
+        if self.state is RailState.FENCED or (self.state is RailState.DOWN and not self._initiates):
             return None
-        return self._due_s if self.state is not State.UP or in_flight else None
+        return self._due_s if self.state is not RailState.UP or in_flight else None
 
     def moved(self, now_s: float) -> None:
         """Something was posted on an idle rail, or has arrived."""
-        if self.state is State.UP:
+        if self.state is RailState.UP:
             self._due_s = now_s + self._timing.silence_s
 
     def worked(self) -> None:
@@ -168,34 +175,34 @@ class Rail:
 
     def tick(self, in_flight: int, now_s: float) -> None:
         """Do what is due."""
-        if self.state is State.FENCING and (now_s >= self._due_s or self.queue_pair.drained):
+        if self.state is RailState.FENCING and (now_s >= self._due_s or self.queue_pair.drained):
             self._fence(now_s)
             return
         due_s = self.due_s(in_flight)
         if due_s is None or now_s < due_s:
             return
-        if self.state is State.DOWN:
+        if self.state is RailState.DOWN:
             self._raise(now_s)
-        elif self.state is State.RAISING:
+        elif self.state is RailState.RAISING:
             self.give_up(f"it could not be raised within {self._timing.raise_s:g} s", now_s)
-        elif self.state is State.UP:
+        elif self.state is RailState.UP:
             self.give_up(f"nothing arrived for {self._timing.silence_s:g} s", now_s)
 
     def give_up(self, cause: str, now_s: float) -> None:
         """Use it no more; what was on its way is settled with the peer. Nothing happens if it is not in use."""
-        if self.state not in (State.RAISING, State.UP):
+        if self.state not in (RailState.RAISING, RailState.UP):
             return
-        log = logger.warning if self.state is State.UP else logger.debug
+        log = logger.warning if self.state is RailState.UP else logger.debug
         log("rail %d (%s): %s", self._index, self.queue_pair.device, cause)
-        self.failures += self.state is State.RAISING
-        self.state, self.cause = State.FENCING, cause
+        self.failures += self.state is RailState.RAISING
+        self.state, self.cause = RailState.FENCING, cause
         self._due_s = now_s + self._timing.fence_s
         self._session.usable(self._index, False)
         self._try(self.queue_pair.stop)
 
     def probed(self, now_s: float) -> None:
         """The probe went through."""
-        if self.state is State.RAISING and self._initiates:
+        if self.state is RailState.RAISING and self._initiates:
             self._session.say(Ready(rail=self._index, attempt=self._attempt))
             self._use(now_s)
 
@@ -209,9 +216,9 @@ class Rail:
         if isinstance(message, Fenced):
             self._peer_fence = message
             self.give_up(f"the peer gave it up: {message.cause}", now_s)
-            if self.state is State.FENCED:
+            if self.state is RailState.FENCED:
                 self._settle(now_s)
-        elif self.state is State.RAISING and isinstance(message, Raised) == self._initiates:
+        elif self.state is RailState.RAISING and isinstance(message, Raised) == self._initiates:
             if isinstance(message, Ready):
                 self._use(now_s)
                 return
@@ -232,7 +239,7 @@ class Rail:
         self._session.say(Raise(rail=self._index, attempt=self._attempt, endpoint=endpoint))
 
     def _hear_raise(self, message: Raise, now_s: float) -> None:
-        if self._initiates or self.state is not State.DOWN or message.attempt != self._attempt + 1:
+        if self._initiates or self.state is not RailState.DOWN or message.attempt != self._attempt + 1:
             raise ValueError(f"rail {self._index}: attempt {message.attempt} after {self._attempt}, {self.state.value}")
         self._begin(message.attempt, now_s)
 
@@ -245,16 +252,16 @@ class Rail:
 
         self._attempting(answer, now_s)
 
-    def _connect(self, peer: Endpoint) -> None:
+    def _connect(self, peer: VerbsEndpoint) -> None:
         self.queue_pair.connect(peer)
         self.queue_pair.probe()
 
     def _begin(self, attempt: int, now_s: float) -> None:
-        self.state, self._attempt, self._peer_fence = State.RAISING, attempt, None
+        self.state, self._attempt, self._peer_fence = RailState.RAISING, attempt, None
         self._due_s = now_s + self._timing.raise_s
 
     def _use(self, now_s: float) -> None:
-        self.state = State.UP
+        self.state = RailState.UP
         self.moved(now_s)
         self._session.usable(self._index, True)
         logger.info("rail %d (%s) is up, attempt %d", self._index, self.queue_pair.device, self._attempt)
@@ -263,7 +270,7 @@ class Rail:
         self._session.collect(self._index)  # resetting may drop completions
         self._try(self.queue_pair.reset)
         self._session.collect(self._index)
-        self.state = State.FENCED
+        self.state = RailState.FENCED
         below, beyond = self._session.received()
         fence = Fenced(rail=self._index, attempt=self._attempt, below=below, beyond=beyond, cause=self.cause)
         self._session.say(fence)
@@ -272,7 +279,7 @@ class Rail:
 
     def _settle(self, now_s: float) -> None:
         assert self._peer_fence is not None
-        self.state = State.DOWN
+        self.state = RailState.DOWN
         self._due_s = now_s + self._backoff.pause_s
         self._session.settle(self._index, self._peer_fence.below, self._peer_fence.beyond)
 
@@ -287,5 +294,5 @@ class Rail:
         try:
             return act()
         except QueuePairError as cause:
-            self.cause = f"{self.cause}; {cause}" if self.state is State.FENCING else str(cause)
+            self.cause = f"{self.cause}; {cause}" if self.state is RailState.FENCING else str(cause)
             return None

@@ -16,7 +16,7 @@ LARGEST_NBYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 
 
-class Endpoint(NamedTuple):
+class VerbsEndpoint(NamedTuple):
     """One end of a queue pair, for the other to connect to."""
 
     gid: str
@@ -65,7 +65,7 @@ class Raise:
     name: ClassVar[str] = "raise"
     rail: Natural
     attempt: Natural
-    endpoint: Endpoint
+    endpoint: VerbsEndpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Raised:
     name: ClassVar[str] = "raised"
     rail: Natural
     attempt: Natural
-    endpoint: Endpoint
+    endpoint: VerbsEndpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def encode(message: VerbsMessage) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class Decoder:
+class VerbsDecoder:
     """Cuts a stream of bytes into messages."""
 
     def __init__(self) -> None:

@@ -17,8 +17,8 @@ from adaptra_megatron.transport.wires.verbs.rail import (
     QueuePair,
     QueuePairError,
     Rail,
+    RailState,
     RailTiming,
-    State,
 )
 from adaptra_megatron.transport.wires.verbs.verbs_messages import Grant, Hello, RailMessage, Unable, VerbsMessage
 
@@ -30,7 +30,7 @@ from adaptra_megatron.transport.wires.verbs.verbs_messages import Grant, Hello, 
 _HALF = 1 << 31
 
 
-class Received:
+class VerbsReceived:
     """Chunks of the peer that have arrived, over whichever rail."""
 
     def __init__(self, slots: int) -> None:
@@ -187,7 +187,7 @@ class VerbsSession:
         """Chunks that each rail has delivered to the peer, as far as this end saw it."""
         self._outside = outside
         self._stripes = Stripes(len(queue_pairs))
-        self._received = Received(slots)
+        self._received = VerbsReceived(slots)
         self._slots = slots
         self._claimed = self._granted = 0
         self._grants_lost = False
@@ -203,7 +203,7 @@ class VerbsSession:
         return self._stripes.pending
 
     @property
-    def rail_states(self) -> list[State]:
+    def rail_states(self) -> list[RailState]:
         return [rail.state for rail in self._rails]
 
     @property
@@ -258,12 +258,12 @@ class VerbsSession:
         self._now_s = now_s
         for index, rail in enumerate(self._rails):
             self.collect(index)
-            if rail.state in (State.RAISING, State.UP):
+            if rail.state in (RailState.RAISING, RailState.UP):
                 self._look_for_events(rail)
             rail.tick(self._in_flight(index), now_s)
         self._send()
         self._grant()
-        if any(rail.state is State.UP for rail in self._rails):
+        if any(rail.state is RailState.UP for rail in self._rails):
             self._up_s, self._ever_up = now_s, True
 
     def next_s(self) -> float | None:
@@ -361,7 +361,7 @@ class VerbsSession:
             return
         self._granted = self._claimed
         for index, rail in enumerate(self._rails):
-            if rail.state is State.UP:
+            if rail.state is RailState.UP:
                 if not self._in_flight(index):
                     rail.moved(self._now_s)
                 try:

@@ -21,9 +21,9 @@ from adaptra_megatron.common.authentication.handshake import tune_connection
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import FrameError, Ring, RingError
 from adaptra_megatron.transport.wires.verbs.queue_pair import VerbsQueuePair
-from adaptra_megatron.transport.wires.verbs.rail import RailTiming, State
+from adaptra_megatron.transport.wires.verbs.rail import RailState, RailTiming
 from adaptra_megatron.transport.wires.verbs.verbs_device import VerbsUnavailableError, find_ports, load_verbs
-from adaptra_megatron.transport.wires.verbs.verbs_messages import Decoder, Hello, Unable, VerbsMessage, encode
+from adaptra_megatron.transport.wires.verbs.verbs_messages import Hello, Unable, VerbsDecoder, VerbsMessage, encode
 from adaptra_megatron.transport.wires.verbs.verbs_session import VerbsSession
 from adaptra_megatron.transport.wires.wire import Traffic
 
@@ -136,7 +136,7 @@ class VerbsWire:
         self._session: VerbsSession | None = None
         self._ended: Callable[[str], None] = lambda cause: None
         self._begun, self._over, self._cause = False, False, ""
-        self._decoder, self._unsent = Decoder(), bytearray()
+        self._decoder, self._unsent = VerbsDecoder(), bytearray()
         self._frames: RingWatch[tuple[int, int]] | None = None
         self._slots: RingWatch[int] | None = None
         self._step_due = False
@@ -178,10 +178,10 @@ class VerbsWire:
             loop.add_reader(pair.completion_fd, self._step)
             loop.add_reader(pair.event_fd, self._step)
         self._step_soon()
-        await self._until(lambda: self._over or State.UP in self._states() or self._hopeless(), self._timeout_s)
+        await self._until(lambda: self._over or RailState.UP in self._states() or self._hopeless(), self._timeout_s)
         if self._over:
             raise OSError(self._cause)
-        if State.UP not in self._states():
+        if RailState.UP not in self._states():
             raise OSError(f"no RNIC reaches the peer: {self._session.outage()[1]}")
         self._begun = True
 
@@ -353,7 +353,7 @@ class VerbsWire:
     def _hopeless(self) -> bool:
         return self._connects and self._session is not None and self._session.hopeless
 
-    def _states(self) -> list[State]:
+    def _states(self) -> list[RailState]:
         return [] if self._session is None else self._session.rail_states
 
     async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:

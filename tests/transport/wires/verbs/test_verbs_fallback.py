@@ -14,8 +14,8 @@ import numpy
 import pytest
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring
-from adaptra_megatron.transport.delegate.delegate_control import Open, Start
-from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
+from adaptra_megatron.transport.delegate.delegate_control import OpenLink, StartDelegate
+from adaptra_megatron.transport.delegate.supervisor import SupervisedLink, Supervisor
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 from adaptra_megatron.transport.wires.verbs.verbs_device import why_unavailable
 
@@ -37,7 +37,7 @@ class Stage:
         self._number, self._lanes = number, lanes
 
     def start(self, peer: Stage) -> None:
-        start = Start(
+        start = StartDelegate(
             rank=self._number,
             job=JOB,
             secret=SECRET,
@@ -46,7 +46,7 @@ class Stage:
             stall_s=5.0,
             max_message_nbytes=1 << 20,
         )
-        request = Open(
+        request = OpenLink(
             peer=1 - self._number,
             session=0,
             transport="verbs",
@@ -55,7 +55,7 @@ class Stage:
             source="",
             lanes=self._lanes,
         )
-        self.supervisor = Supervisor(start, [self.listener], [Link(self, request, 4, 4096)])
+        self.supervisor = Supervisor(start, [self.listener], [SupervisedLink(self, request, 4, 4096)])
 
     def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
         self.rings = outbound, inbound

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.transport.wires.verbs.rail import Completion, Did, QueuePairError, RailTiming, State
-from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint, Fenced, Raise, Ready, VerbsMessage
+from adaptra_megatron.transport.wires.verbs.rail import Completion, Did, QueuePairError, RailState, RailTiming
+from adaptra_megatron.transport.wires.verbs.verbs_messages import Fenced, Raise, Ready, VerbsEndpoint, VerbsMessage
 from adaptra_megatron.transport.wires.verbs.verbs_session import VerbsSession
 
 SLOTS = 4
@@ -73,12 +73,12 @@ class SimulatedPair:
     def port_active(self) -> bool:
         return self.rail.link
 
-    def prepare(self) -> Endpoint:
+    def prepare(self) -> VerbsEndpoint:
         self.use += 1
         self.state, self.receives = "ready", SLOTS
-        return Endpoint("", 0, self.use, 0, 5, 0, 0)
+        return VerbsEndpoint("", 0, self.use, 0, 5, 0, 0)
 
-    def connect(self, peer: Endpoint) -> None:
+    def connect(self, peer: VerbsEndpoint) -> None:
         self.peer_use, self.state = peer.number, "connected"
 
     def probe(self) -> None:
@@ -194,7 +194,7 @@ class Simulation:
             self.step(0.01)
         return self.now_s - begun_s
 
-    def until(self, rail: int, state: State, limit_s: float = 30.0) -> None:
+    def until(self, rail: int, state: RailState, limit_s: float = 30.0) -> None:
         begun_s = self.now_s
         while any(end.session.rail_states[rail] is not state for end in self.ends):
             assert self.now_s - begun_s < limit_s
@@ -208,7 +208,7 @@ class Simulation:
 def up(rails: int = 2, stubborn: bool = False) -> Simulation:
     simulation = Simulation(rails, stubborn)
     for rail in range(rails):
-        simulation.until(rail, State.UP)
+        simulation.until(rail, RailState.UP)
     return simulation
 
 
@@ -231,9 +231,9 @@ def test_without_completions_the_deadline_decides_and_nothing_arrives_late(fault
     simulation.send(0, 17)
     assert simulation.run(10.0) < TIMING.silence_s + 2 * TIMING.fence_s + 0.2 < 2.0, "failover took too long"
     simulation.check()
-    assert State.UP in [end.session.rail_states[1] for end in simulation.ends]
+    assert RailState.UP in [end.session.rail_states[1] for end in simulation.ends]
     setattr(simulation.rails[0], fault, False)
-    simulation.until(0, State.UP)
+    simulation.until(0, RailState.UP)
     assert fault == "silent" or simulation.rails[0].dropped_late > 0, "nothing was late"
     before = simulation.ends[0].session.rail_chunks[0]
     simulation.send(0, 20)
@@ -251,10 +251,10 @@ def test_a_dead_link_is_left_at_once_and_used_again() -> None:
     simulation.check()
     for _ in range(500):
         simulation.step(0.01)
-    assert simulation.ends[0].session.rail_states[1] is State.DOWN
+    assert simulation.ends[0].session.rail_states[1] is RailState.DOWN
     assert "no link" in simulation.ends[0].session.outage()[1]
     simulation.rails[1].link = True
-    simulation.until(1, State.UP)
+    simulation.until(1, RailState.UP)
 
 
 def test_attempts_on_a_bad_rail_become_rarer() -> None:
@@ -266,7 +266,7 @@ def test_attempts_on_a_bad_rail_become_rarer() -> None:
     for _ in range(6000):
         states = [end.session.rail_states[0] for end in simulation.ends]
         simulation.step(0.01)
-        attempts += states[0] is State.DOWN and simulation.ends[0].session.rail_states[0] is State.RAISING
+        attempts += states[0] is RailState.DOWN and simulation.ends[0].session.rail_states[0] is RailState.RAISING
     assert 4 < attempts < 14, "one attempt takes raise_s, and pauses grow to longest_pause_s"
 
 
@@ -296,7 +296,7 @@ def test_rails_that_were_tried_in_vain_are_hopeless() -> None:
         simulation.step(0.01)
     assert session.hopeless
     simulation.rails[1].held = False
-    simulation.until(1, State.UP)
+    simulation.until(1, RailState.UP)
     assert not session.hopeless
 
 
@@ -311,7 +311,7 @@ def test_grants_alone_on_a_dead_rail_are_repeated() -> None:
     simulation.send(0, 2 * SLOTS)
     assert simulation.run(10.0) < 2 * (TIMING.silence_s + 2 * TIMING.fence_s + 0.2)
     simulation.check()
-    assert simulation.ends[1].session.rail_states[0] is not State.UP
+    assert simulation.ends[1].session.rail_states[0] is not RailState.UP
 
 
 def test_an_idle_session_has_nothing_to_do() -> None:
@@ -327,7 +327,7 @@ def test_an_idle_session_has_nothing_to_do() -> None:
         Ready(rail=2, attempt=1),
         Ready(rail=0, attempt=7),
         Fenced(rail=0, attempt=0, below=0, beyond=[], cause=""),
-        Raise(rail=0, attempt=2, endpoint=Endpoint("", 0, 1, 0, 5, 0, 0)),
+        Raise(rail=0, attempt=2, endpoint=VerbsEndpoint("", 0, 1, 0, 5, 0, 0)),
     ],
 )
 def test_what_a_peer_cannot_say_is_refused(message: VerbsMessage) -> None:

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from adaptra_megatron.transport.wires.verbs.verbs_messages import (
     LARGEST_NBYTES,
-    Decoder,
-    Endpoint,
     Fenced,
     Grant,
     Hello,
@@ -21,11 +19,13 @@ from adaptra_megatron.transport.wires.verbs.verbs_messages import (
     Raised,
     Ready,
     Unable,
+    VerbsDecoder,
+    VerbsEndpoint,
     encode,
 )
-from adaptra_megatron.transport.wires.verbs.verbs_session import Assignment, Received, Stripes
+from adaptra_megatron.transport.wires.verbs.verbs_session import Assignment, Stripes, VerbsReceived
 
-ENDPOINT = Endpoint(gid="fe80::1", lid=0, number=17, packet_sequence=5, mtu=5, address=1 << 47, key=99)
+ENDPOINT = VerbsEndpoint(gid="fe80::1", lid=0, number=17, packet_sequence=5, mtu=5, address=1 << 47, key=99)
 MESSAGES = [
     Hello(rails=2, slots=16, slot_nbytes=1 << 18),
     Unable(cause="no RDMA device"),
@@ -77,7 +77,7 @@ def test_what_a_dead_rail_has_not_delivered_leaves_again_oldest_first() -> None:
 
 @given(st.permutations(range(20)), st.integers(0, 1 << 33))
 def test_received_counts_each_chunk_once(order: list[int], start: int) -> None:
-    received = Received(20)
+    received = VerbsReceived(20)
     received.below = start
     for position, chunk in enumerate(order):
         assert received.number((start + chunk) & 0xFFFFFFFF) == start + chunk
@@ -89,7 +89,7 @@ def test_received_counts_each_chunk_once(order: list[int], start: int) -> None:
 
 
 def test_a_chunk_without_a_slot_is_refused() -> None:
-    received = Received(4)
+    received = VerbsReceived(4)
     with pytest.raises(ValueError, match="chunk 4 came before its slot was granted"):
         received.number(4)
     with pytest.raises(ValueError, match="chunk -1 came"):
@@ -99,7 +99,7 @@ def test_a_chunk_without_a_slot_is_refused() -> None:
 @given(st.integers(1, 40))
 def test_messages_survive_any_cutting(step: int) -> None:
     stream = b"".join(map(encode, MESSAGES))
-    decoder = Decoder()
+    decoder = VerbsDecoder()
     heard = [message for at in range(0, len(stream), step) for message in decoder.feed(stream[at : at + step])]
     assert heard == MESSAGES
 
@@ -125,15 +125,15 @@ def test_messages_survive_any_cutting(step: int) -> None:
 def test_what_is_no_message_is_refused(body: object) -> None:
     encoded = json.dumps(body).encode()
     with pytest.raises(ValueError, match="a message"):
-        Decoder().feed(struct.pack("<I", len(encoded)) + encoded)
+        VerbsDecoder().feed(struct.pack("<I", len(encoded)) + encoded)
 
 
 def test_a_message_nested_deep_is_refused() -> None:
     body = b"[" * (LARGEST_NBYTES - 1)
     with pytest.raises(ValueError, match="a message"):
-        Decoder().feed(struct.pack("<I", len(body)) + body)
+        VerbsDecoder().feed(struct.pack("<I", len(body)) + body)
 
 
 def test_an_oversized_message_is_refused_before_it_is_there() -> None:
     with pytest.raises(ValueError, match="exceeds the limit"):
-        Decoder().feed(struct.pack("<I", LARGEST_NBYTES + 1))
+        VerbsDecoder().feed(struct.pack("<I", LARGEST_NBYTES + 1))
