@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can set: one frozen dataclass, checked at birth and read once, and the flags that are made from it."""
+"""Define all settings: one frozen dataclass, checked at birth and read once, and the flags that are made from it."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class AdaptraConfig:
 
     @property
     def common(self) -> Mapping[str, str]:
-        """What all ranks of a job have alike, whatever their hosts: flags and values."""
+        """Return what all ranks of a job have alike, whatever their hosts: flags and values."""
         options = (option for option in OPTIONS if option.name not in _OF_HOSTS)
         return {_flag(option): str(_shown(getattr(self, option.name))) for option in options}
 

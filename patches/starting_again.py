@@ -24,7 +24,7 @@ _COUNTERS = (
 
 
 def _progress() -> Mapping[str, Any]:
-    """How far training has come when an iteration begins."""
+    """Return how far training has come when an iteration begins."""
     from megatron.training import get_args
 
     args = get_args()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why something was found or chosen, in parts: iterations stay numbers and evidence stays apart, so that nobody has to
+"""State a reason in parts: iterations stay numbers and evidence stays apart, so that nobody has to
 find either in a sentence again."""
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ NEEDED = "2.8.0a0"
 
 
 def remedy(version: str) -> str:
-    """What to do where torch's `version` is too old. A build of NVIDIA's (2.7.0a0+79aa17489c.nv25.4) is part of its
-    image, whose other libraries are built for it: pip would replace it by one they do not load with."""
+    """Return what to do where torch's `version` is too old. A build of NVIDIA's (2.7.0a0+79aa17489c.nv25.4) is part of
+    its image, whose other libraries are built for it: pip would replace it by one they do not load with."""
     from packaging.version import Version
 
     if ".nv" in f".{Version(version).local or ''}":
@@ -18,7 +18,8 @@ def remedy(version: str) -> str:
 
 
 def what_is_too_old() -> str | None:
-    """Why training cannot run with the torch that is installed, and what to do; None if it can. Imports torch."""
+    """Return why training cannot run with the torch that is installed, and what to do; None if it can. Imports
+    torch."""
     import torch
     import torch.distributed as dist
     from packaging.version import Version

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured is judged here, and plans, paths and routes are decided."""
+"""Judge measurements, and decide on plans, paths and routes."""

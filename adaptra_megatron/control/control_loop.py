@@ -84,7 +84,7 @@ class PlanExchange:
             self._role.post(iteration, measurement)
 
     def decision(self, iteration: int) -> Decision:
-        """What `iteration` (`decides_from` or later) runs: the same on every rank of the replica.
+        """Return what `iteration` (`decides_from` or later) runs: the same on every rank of the replica.
 
         To be asked for in ascending order, each after what was measured DELAY iterations before has been handed in.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deciders are, and what they share while one decision is made. All live in one thread alone."""
+"""Define deciders, and what they share while one decision is made. All live in one thread alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 
 class Context:
-    """What is known when a decision is made. Deciders find in it what those before them have changed."""
+    """State that is known when a decision is made. Deciders find in it what those before them have changed."""
 
     routed = False
     """True where micro-batches are routed between replicas, so that no pipeline's own order counts."""
@@ -69,13 +69,13 @@ class Context:
 
 
 class DecisionTelemetry(Protocol):
-    """What deciders need of RunTelemetry."""
+    """Part of RunTelemetry that deciders use."""
 
     def log(self, event: Event) -> None:
         """Something happened, in the iteration that runs."""
 
     def requests(self) -> tuple[Iterations, ...]:
-        """Which iterations every rank is to trace, new since the last call."""
+        """Return which iterations every rank is to trace, new since the last call."""
 
 
 class Decider(Protocol):
@@ -85,4 +85,4 @@ class Decider(Protocol):
         """Take one iteration of all ranks in; `sample`: the two ends of its messages joined."""
 
     def decide(self, context: Context) -> Section | None:
-        """What is to run; None where there is nothing to say."""
+        """Return what is to run; None where there is nothing to say."""

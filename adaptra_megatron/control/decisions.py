@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the leading rank tells all ranks to run: one decision per iteration, in sections that are decided apart.
+"""Define what all ranks run: one decision per iteration, in sections that are decided apart.
 
 A further decider is a class as `Decider` and a field of `Decision`, whose type is a `Section`.
 """
@@ -36,7 +36,7 @@ class LinkName(NamedTuple):
 
 
 class Section:
-    """What concerns one decider. Unless it says otherwise, it is new and takes effect once."""
+    """Part of a decision that concerns one decider. Unless it says otherwise, it is new and takes effect once."""
 
     def kept(self) -> Self | None:
         """Section in force after this if no new one comes."""
@@ -149,7 +149,7 @@ class TelemetrySection(Section):
 
 @dataclass(frozen=True)
 class Decision:
-    """What an iteration runs: plan `number`, and what is new about it."""
+    """Everything that an iteration runs: plan `number`, and what is new about it."""
 
     number: int
     """Counts plans, which are an order of actions and a path for every link."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch says of a GPU's memory; apart from `memory`, which is imported where torch is not."""
+"""Read a GPU's memory from torch; apart from `memory`, which is imported where torch is not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaders find gets the names of ranks and hosts; and the first replica's leader learns what the others have found
-and planned, so that it can say it once, for the whole job."""
+"""Give findings of leaders the names of ranks and hosts; and the first replica's leader learns what the others have
+found and planned, so that it can say it once, for the whole job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SharedRequests:
         self._store, self._take, self._number = store, take, 0
 
     def new(self) -> TelemetrySection:
-        """Those since the last call; none where the store cannot be reached."""
+        """Return those since the last call; none where the store cannot be reached."""
         key, found = f"requests/{self._number}", TelemetrySection() if self._take is None else self._take()
         with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
             if found != TelemetrySection():

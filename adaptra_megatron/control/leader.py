@@ -257,8 +257,8 @@ class DecisionEngine:
         return Paths() if self._paths is not None and self._book.observes else None
 
     def decide(self, rounds: Sequence[Sequence[StageMeasurement]], policy: str = "") -> Decision:
-        """What to run next, given what all ranks measured in the latest iterations, at least one. `policy`: asked for
-        by a user; empty: none is."""
+        """Return what to run next, given what all ranks measured in the latest iterations, at least one. `policy`:
+        asked for by a user; empty: none is."""
         changes = policy not in ("", self._book.policy)
         paths = self._follow(policy) if changes else None
         findings = [finding for measurements in rounds for finding in self._observe(measurements)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank measured in an iteration: as it travels, and condensed."""
+"""Encode measurements of a rank: as they travel, and condensed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ActionColumns(NamedTuple):
 
     @classmethod
     def of(cls, records: Sequence[ActionRecord]) -> ActionColumns:
-        """Those of `records`."""
+        """Return those of `records`."""
         if not records:
             return cls()
         _, _, kinds, chunks, micro_batches, _, starts_s, ends_s = zip(*records, strict=True)
@@ -78,7 +78,8 @@ class MeasuredColumns(NamedTuple):
 
     @classmethod
     def of(cls, times: Sequence[MessageTimes], start_s: float) -> MeasuredColumns:
-        """Those of messages with these `times`; `start_s`: when the rank's iteration started, by the same clock."""
+        """Return those of messages with these `times`; `start_s`: when the rank's iteration started, by the same
+        clock."""
         if not times:
             return cls()
         keys, peers, posted_s, done_s, nbytes, paths = zip(*times, strict=True)

@@ -73,11 +73,11 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """Why, in words."""
+        """Return why, in words."""
         return reason_text(self.why)
 
     def describe(self) -> Reason:
-        """What changes, with why behind it."""
+        """Return what changes, with why behind it."""
         return f"{self.link} takes the {self.path.value} path", (": ", self.why)
 
     @property
@@ -125,7 +125,7 @@ def choose(link: LinkName, before: Path, estimates: Mapping[Path, LinkEstimate],
 
 
 def estimates_of(link: LinkName, estimates: Estimates) -> dict[Path, LinkEstimate]:
-    """What is known of the paths of `link`."""
+    """Return what is known of the paths of `link`."""
     found = {path: estimates.links.get(LinkId(*link, path.value)) for path in Path}
     return {path: estimate for path, estimate in found.items() if estimate is not None}
 

@@ -22,7 +22,7 @@ MOST_AWAITED = 8
 
 
 class Address(NamedTuple):
-    """Where the planner process listens."""
+    """Address at which the planner process listens."""
 
     host: str
     port: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many activations the memory of this rank's device has room for, measured while it trains.
+"""Measure how many activations this rank's device has room for, while it trains.
 
 What an activation takes is the growth of the allocated bytes over its forward, what a weight gradient that waits holds
 is what is left of that after the input gradient (or more), the peak of each action says what it needs beside them, and
@@ -56,7 +56,7 @@ class MemorySource(Protocol):
     def device_nbytes(self) -> DeviceBytes: ...
 
     def shortages(self) -> int:
-        """How often, so far, the device had nothing left and cached memory had to be given back to it first."""
+        """Return how often, so far, the device had nothing left and cached memory had to be given back to it first."""
 
 
 def make_meter(source: MemorySource, fraction: float, *, fp16: bool, spans: int = 0) -> MemoryMeter:
@@ -156,7 +156,7 @@ class MemoryMeter:
             self._source.begin_peak()
 
     def finish(self, message_nbytes: int) -> StageMemory | None:
-        """What the iteration showed, once its last action has run; None until anything is known.
+        """Return what the iteration showed, once its last action has run; None until anything is known.
 
         `message_nbytes`: of the largest activation received in it. It is part of what is held until the backward, but
         was allocated before the forward began.

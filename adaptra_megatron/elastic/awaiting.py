@@ -15,7 +15,8 @@ Found = TypeVar("Found")
 
 
 def said_by_one(store: SealedStore, key: str, mine: bytes | None, timeout_s: float, check: Callable[[], None]) -> bytes:
-    """What one rank puts under `key`, for all to read: this one, where it has `mine` to say. `check`: see `awaited`.
+    """Return what one rank puts under `key`, for all to read: this one, where it has `mine` to say. `check`: see
+    `awaited`.
 
     Raises TimeoutError after `timeout_s`, and RuntimeError where the store cannot be reached.
     """

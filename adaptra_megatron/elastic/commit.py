@@ -34,7 +34,7 @@ class ReplicasDifferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Word:
-    """What ranks have come with to the end of an attempt: of one, or of several together."""
+    """Word that ranks have brought to the end of an attempt: of one, or of several together."""
 
     attempt: str
     tokens: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends an epoch for a rank, and which errors may come of another rank's death.
+"""Define the errors that end an epoch for a rank, and find those that another rank's failure may cause.
 
 Torch's backends raise plain RuntimeErrors, and so may a training script, with any text. So errors are told apart by
 where they pass: those that come out of torch's collectives are marked there, and those that leave the script's own
@@ -36,12 +36,12 @@ class LateRankError(RuntimeError):
 
 
 class UnrecoverableError(RuntimeError):
-    """What lives does not hold the whole model any more, or this rank has no part in what does. Says why, and from
+    """Live ranks no longer hold the whole model, or this rank has no part in it. Says why, and from
     where to go on."""
 
 
 class JobLostError(UnrecoverableError):
-    """What lives does not hold the whole model any more: no rank can go on, and none that is started again can help."""
+    """Live ranks no longer hold the whole model: no rank can go on, and none that is started again can help."""
 
 
 class UnsoundAttemptError(RuntimeError):

@@ -46,7 +46,7 @@ _LONGEST_NBYTES = 128
 
 
 class GlooSockets(NamedTuple):
-    """Where the connections of one group end: addresses as `_Socket` has them."""
+    """Ends of the connections of one group: addresses as `_Socket` has them."""
 
     own: str
     """Listener of this process."""

@@ -103,7 +103,7 @@ _SEEN_S, _LOOKS_S, _LOOKS_AT_ALL_S = 60.0, 0.05, 1.0
 
 
 class JobRecord(NamedTuple):
-    """What a job has written down for processes that are started again."""
+    """Record of a job for processes that are started again."""
 
     layout: LayoutRecord
     settings: Mapping[str, str]
@@ -112,7 +112,7 @@ class JobRecord(NamedTuple):
 
 @dataclass
 class JoinResult:
-    """What a process is part of once it has been called in."""
+    """Groups and generation that a process is part of once it has been called in."""
 
     layout: JobLayout
     control: ControlStore

@@ -35,7 +35,7 @@ class _Manifest:
 
 
 class KeptResults:
-    """Those of one rank, since its last commit. For the training thread."""
+    """Results of one rank's operations, since its last commit. For the training thread."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[list[bytes] | None]] = {}

@@ -39,7 +39,7 @@ _LAST_S = _GOES_S + 1.0
 
 @dataclass(frozen=True)
 class ErrorNotice:
-    """What a rank says that ends with an error of its own."""
+    """Notice of a rank that ends with an error of its own."""
 
     rank: str
     """Its name in messages."""
@@ -78,7 +78,7 @@ class EndingProcess:
     identity: str
 
     def over(self, identity: str) -> bool:
-        """Whether it has ended, as seen by a process of `identity`; False where that cannot be seen."""
+        """Return whether it has ended, as seen by a process of `identity`; False where that cannot be seen."""
         if self.identity != identity:
             return False
         try:
@@ -95,7 +95,7 @@ class EndingProcess:
 
 @dataclass(frozen=True)
 class Ending:
-    """How this rank ends, in a job that ends with an error."""
+    """End of this rank, in a job that ends with an error."""
 
     control: ControlStore
     word: ErrorNotice | None

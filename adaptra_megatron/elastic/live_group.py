@@ -517,5 +517,5 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def counts_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """What is reduced together with `tensors`."""
+    """Return what is reduced together with `tensors`."""
     return [getattr(tensor, COUNTS) for tensor in tensors if hasattr(tensor, COUNTS)]

@@ -89,7 +89,7 @@ _NAME = "adaptra"
 
 
 def live_groups(config: AdaptraConfig) -> FaultTolerantGroups | None:
-    """Those of this process, in place from now on, where `config` asks for training that survives rank failures.
+    """Return those of this process, in place from now on, where `config` asks for training that survives rank failures.
 
     Raises RuntimeError where torch.distributed has been initialised already, UnrecoverableError where this process has
     been started again and cannot take part.
@@ -179,7 +179,7 @@ class FaultTolerantGroups:
         self._undo.append(lambda: setattr(dist, name, original))
 
     def _create(self, options: Any, _backend_options: Any) -> FaultTolerantGroup:
-        """What torch's `_new_process_group_helper` takes for the process group itself, as it is a subclass."""
+        """Return what torch's `_new_process_group_helper` takes for the process group itself, as it is a subclass."""
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         if not self._groups:
             self.rank, self._timeout_s = options.group_rank, options.timeout.total_seconds()
@@ -193,7 +193,7 @@ class FaultTolerantGroups:
 
     @property
     def device(self) -> torch.device:
-        """Where collectives of objects and barriers have their tensors."""
+        """Return where collectives of objects and barriers have their tensors."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     # What each generation puts behind them.

@@ -43,7 +43,7 @@ YES, NO = "yes", "no"
 
 
 class Phase(enum.Enum):
-    """Where a rank stands."""
+    """Phase of a rank in the protocol."""
 
     BETWEEN = "between calls"
     ATTEMPTING = "in an attempt"
@@ -189,7 +189,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Found:
-    """What is under the keys."""
+    """Values under the keys."""
 
     value: Any
 
@@ -200,7 +200,7 @@ Answer = Done | Interrupted | Unsound | Arrived | Changed | Found
 
 @dataclass(frozen=True)
 class HandedIn:
-    """Where one rank has come to, for the others that it meets."""
+    """Progress of one rank, for the others that it meets."""
 
     attempted: str | None
     """The attempt whose fate it does not know; None: it has come to the end of none since its last commit."""
@@ -213,7 +213,7 @@ class HandedIn:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks of a generation begin with."""
+    """State that all ranks of a generation begin with."""
 
     committed: tuple[str, ...]
     """Attempts that are, of those whose fate some rank did not know."""
@@ -224,7 +224,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a process that rejoins has to know of those that it joins."""
+    """Everything that a rejoining process has to know of the live ranks."""
 
     membership: int
     admission: int
@@ -321,7 +321,7 @@ class Rank:
 
     @property
     def request(self) -> Request:
-        """What this rank needs next."""
+        """Return what this rank needs next."""
         met = self.next.id if self.next is not None else None
         live = tuple(sorted(self.next.live)) if self.next is not None else ()
         match self.phase:
@@ -376,7 +376,7 @@ class Rank:
 
     @property
     def ticket(self) -> Ticket:
-        """What those get that are to be admitted."""
+        """Return what those get that are to be admitted."""
         assert self.next is not None
         to, refused = self.next, dict(self.next.refused)
         return Ticket(

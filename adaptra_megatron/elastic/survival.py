@@ -181,7 +181,7 @@ class RecoveryManager:
 
     @property
     def turn(self) -> int:
-        """How many attempts have ended without a commit so far: messages of later ones have more."""
+        """Return how many attempts have ended without a commit so far: messages of later ones have more."""
         return self._rank.turn
 
     @property

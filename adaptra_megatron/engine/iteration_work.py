@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the executor of one rank is handed for an iteration: program, addresses, limits of memory, and steps."""
+"""Prepare the work of an iteration for the executor of one rank: program, addresses, limits of memory, and steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adaptra_megatron.schedule.ir import Schedule
 
 
 class Work(NamedTuple):
-    """What the executor is handed for an iteration."""
+    """Work that the executor is handed for an iteration."""
 
     program: Program
     addresses: Addresses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where other ranks hand in what they measure."""
+"""Open the address at which other ranks hand in their measurements."""
 
 from __future__ import annotations
 

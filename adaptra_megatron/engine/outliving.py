@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training needs to go on without ranks that die, and what it refuses."""
+"""Set up training that survives rank failures, and refuse what it cannot have."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank keeps for one pipeline over the whole job, and what it does around the actions of each iteration."""
+"""Keep one rank's state of one pipeline over the whole job, and run its iterations."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Pipeline:
 
     @property
     def counters(self) -> Counters:
-        """What numbers of iterations go by."""
+        """Return what numbers of iterations go by."""
         return Counters(self.iterations, self.training_iterations)
 
     @property
@@ -213,7 +213,7 @@ class Pipeline:
         self.telemetry.begin(self.iterations)
 
     def schedule(self, call: PipelineCall) -> Schedule:
-        """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error."""
+        """Return what the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error."""
         if call.forward_only:
             return self.book.evaluation_schedule(call.micro_batches)
         if self.training_iterations >= self.exchange.decides_from:
@@ -223,7 +223,7 @@ class Pipeline:
         return self.book.whole_schedule(call.micro_batches) if self._first.cold else planned
 
     def inputs(self, call: PipelineCall) -> RoutableInputs | None:
-        """Where the data of the iteration's micro-batches come from; None: from the call's own iterators."""
+        """Return where the data of the iteration's micro-batches come from; None: from the call's own iterators."""
         if self.rerouting is None or not self.routes(call):
             return None
         return self.rerouting.begin(call, self.iterations, cold=self._first.cold)
@@ -413,7 +413,7 @@ class Pipeline:
                 self._steering.measure(paths)
 
     def _prepare_next(self, report: IterationReport) -> StageMemory | None:
-        """What memory showed, before anything else uses it; and links take the next iteration's paths."""
+        """Return what memory showed, before anything else uses it; and links take the next iteration's paths."""
         if self._steering is not None:
             # Before the next iteration: once its receives are posted, the first messages still go by the old path.
             early = self.exchange.early_decision(self.training_iterations + 1)

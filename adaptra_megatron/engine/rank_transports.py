@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transport a pipeline gets: by its device, by what the user has asked for, and by what works."""
+"""Choose the transport of a pipeline: by its device, by what the user has asked for, and by what works."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def make_transport(
 
 
 def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | None:
-    """How links choose between their paths; None where messages have torch.distributed's alone."""
+    """Return how links choose between their paths; None where messages have torch.distributed's alone."""
     if not isinstance(transport, TwoPathTransport):
         return None
     device = current_device()
@@ -120,7 +120,7 @@ def preferred_path(config: AdaptraConfig, device: torch.device) -> Path:
 
 
 def why_blocked(environment: Mapping[str, str]) -> str | None:
-    """Why nothing can go by NCCL under these environment variables; None where it can."""
+    """Return why nothing can go by NCCL under these environment variables; None where it can."""
     for name, reason in BLOCKING_VARIABLES.items():
         if environment.get(name, "0") not in ("", "0"):
             return f"{name}={environment[name]} keeps messages from the GPUs' own path: {reason}"

@@ -71,7 +71,7 @@ class HandOverLateError(RejoiningLateError):
 
 
 class Training(NamedTuple):
-    """What a training script trains with, for `hand_over` and `take_place`."""
+    """Model, optimizer and iterators of a training script, for `hand_over` and `take_place`."""
 
     model: Sequence[Any]
     """Chunks."""
@@ -86,7 +86,7 @@ class Training(NamedTuple):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Those that have parameters."""
+        """Return those that have parameters."""
         found = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [each for each in found if getattr(each, "optimizer", None) is not None]
 
@@ -98,14 +98,14 @@ def settings_of(arguments: Any) -> dict[str, str]:
 
 
 class Counters(NamedTuple):
-    """How many iterations have run: all, and those of training."""
+    """Numbers of iterations that have run: all, and those of training."""
 
     iterations: int
     training_iterations: int
 
 
 class Joining(NamedTuple):
-    """What a process that takes the place of a rank that had left has of the job before its first iteration."""
+    """State of the job, before its first iteration, in a process that takes the place of a failed rank."""
 
     newcomer: RejoiningRank
     joined: JoinResult
@@ -128,7 +128,7 @@ class Joining(NamedTuple):
 
 
 class Handing(NamedTuple):
-    """What one rank hands to another."""
+    """State that one rank hands to another."""
 
     source: int
     target: int
@@ -142,7 +142,7 @@ class Handing(NamedTuple):
 
 
 def handings(training: Training, layout: JobLayout, generation: Generation, before: frozenset[int]) -> list[Handing]:
-    """Those that this rank has a part in, in the order in which all are done: no circle of waits."""
+    """Return those that this rank has a part in, in the order in which all are done: no circle of waits."""
     found: list[Handing] = []
     for target in sorted(generation.live - before):
         worker = layout.workers[target]
@@ -186,7 +186,7 @@ class Trains(Protocol):
 
     @property
     def counters(self) -> Counters:
-        """What numbers of iterations go by."""
+        """Return what numbers of iterations go by."""
 
     @property
     def running(self) -> Decision:

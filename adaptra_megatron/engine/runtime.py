@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for Megatron's two pipeline schedules, with what they do before and after their actions."""
+"""Replace Megatron's two pipeline schedules, with what they do before and after their actions."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class AdaptraRuntime:
         return run() if self.updates is None else self.updates.iterate(run, arguments)
 
     def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
-        """Why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
+        """Return why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
         if self._config.policy == "observe":
             model = arguments["model"]
             if kept := kept_in_order(config_of(model[0] if isinstance(model, list) else model)):
@@ -355,7 +355,8 @@ class AdaptraRuntime:
         return number, hashlib.sha256(csv.encode()).hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
-        """What ran, for reports and tests: plain numbers and text; on the leading rank also the costs it measured."""
+        """Return what ran, for reports and tests: plain numbers and text; on the leading rank also the costs it
+        measured."""
         reroutings = [each.rerouting for each in self._pipelines.values() if each.rerouting is not None]
         return {
             "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values())
@@ -378,7 +379,7 @@ class AdaptraRuntime:
         }
 
     def _links(self) -> dict[str, Any]:
-        """What links with a host path have seen, by "<rank>-<peer>"."""
+        """Return what links with a host path have seen, by "<rank>-<peer>"."""
         transports = [pipeline.transport for pipeline in self._pipelines.values()]
         return {
             f"{transport.rank}-{peer}": asdict(counters)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank has of its job once all have met: made once, at the first iteration, and handed to whatever needs it."""
+"""Hold a rank's view of its job once all have met: made once, at the first iteration, and handed to whatever needs
+it."""
 
 from __future__ import annotations
 

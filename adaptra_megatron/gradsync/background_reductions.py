@@ -16,7 +16,7 @@ from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 
 class Handle:
-    """What Megatron waits for, as it does for one of torch's."""
+    """Handle that Megatron waits for, as for one of torch's."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future

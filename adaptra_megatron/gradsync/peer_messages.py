@@ -43,7 +43,7 @@ class PeerMessage(NamedTuple):
 
 
 class PeerExchange(Protocol):
-    """What carries messages of a group: `Peers`, or what is put around it."""
+    """Carrier of a group's messages: `Peers`, or what is put around it."""
 
     @property
     def size(self) -> int:
@@ -153,7 +153,7 @@ class Peers:
         self._collective(lambda backend: backend.allreduce([values]))
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """What each member has handed in, of the same shape, by index: ready for the host. Raises PeerError."""
+        """Return what each member has handed in, of the same shape, by index: ready for the host. Raises PeerError."""
         found = [torch.empty_like(values) for _ in self._ranks]
         self._collective(lambda backend: backend.allgather([found], [values]))
         self.settle()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica comes last to synchronisations, by how much, and how sure that is. No clocks are compared.
+"""Find which replica comes last to synchronisations, by how much, and how sure that is. No clocks are compared.
 
 All replicas leave a synchronisation at about the same time, so the one that was in it for the shortest time came last.
 """

@@ -21,7 +21,7 @@ logger = logger_of(__name__)
 
 
 class Group(PeerExchange, Protocol):
-    """What sums are made over: see `Peers`."""
+    """Ranks that sums are made over: see `Peers`."""
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Sum by the library."""
@@ -30,7 +30,7 @@ class Group(PeerExchange, Protocol):
         """Wait for all of it."""
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """What all hand in."""
+        """Return what all hand in."""
 
 
 class _Waited(NamedTuple):
@@ -128,6 +128,6 @@ class ReplicaSums:
             self._lateness[each.place].saw(waits_s, min(latencies_s)[0], each.stock_nbytes)
 
     def _shared(self, values: Sequence[float], device: torch.device) -> list[list[float]]:
-        """What each replica has handed in, as many values as all others."""
+        """Return what each replica has handed in, as many values as all others."""
         own = torch.tensor(values, dtype=torch.float64, device=device)
         return [each.tolist() for each in self._peers.gather(own)]

@@ -172,7 +172,7 @@ class UpdateLog:
         return found
 
     def failure(self) -> BaseException | None:
-        """Why a sum has failed, as far as the list says or comes to say; it is raised by `next`, too."""
+        """Return why a sum has failed, as far as the list says or comes to say; it is raised by `next`, too."""
         try:
             found = self._found.get(timeout=_EXPLAINED_S)
         except queue.Empty:

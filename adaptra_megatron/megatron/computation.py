@@ -17,7 +17,7 @@ from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
 class StageComputation(Protocol):
-    """What the executor runs; emulation wraps these three methods."""
+    """Computation that the executor runs; emulation wraps these three methods."""
 
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         """Output of the chunk (the loss on the last virtual stage); `input_tensor` is None on the first."""
@@ -74,7 +74,7 @@ class SurroundedComputation:
 
 
 class Input(NamedTuple):
-    """What Megatron's forward_step gets of a micro-batch besides what another stage has sent."""
+    """Input of Megatron's forward_step for a micro-batch besides what another stage has sent."""
 
     iterator: Iterator[Any] | None
     """Yields its data next."""

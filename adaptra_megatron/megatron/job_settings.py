@@ -107,7 +107,7 @@ def _class_name(place: str, each: Any) -> str:
 
 
 def _fields(each: Any) -> Mapping[str, Any]:
-    """What `each` is made of, if it is a configuration."""
+    """Return what `each` is made of, if it is a configuration."""
     if hasattr(each, "__arguments__"):  # of fiddle, by which NeMo writes recipes
         return {str(name): value for name, value in each.__arguments__.items()}
     if isinstance(each, Mapping):

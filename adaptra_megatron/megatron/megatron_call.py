@@ -70,7 +70,7 @@ class PipelineCall:
 
     @property
     def last_place(self) -> Place:
-        """Where the loss is computed."""
+        """Return where the loss is computed."""
         return self.placement.places[-1]
 
     @property
@@ -126,7 +126,8 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
 
 
 def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> int:
-    """How many spans of layers a backward recomputes one after the other, the most of any chunk; 0 where none is.
+    """Return how many spans of layers a backward recomputes one after the other, the most of any chunk; 0 where none
+    is.
 
     --recompute-granularity full: `uniform` recomputes all layers, so many at once; `block` the first of each chunk, one
     by one. Primus names the layers instead (recompute_layer_ids).
@@ -141,7 +142,7 @@ def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> in
 
 
 def work_of(model_chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
-    """What each chunk computes, in words that are the same where it is about as much."""
+    """Return what each chunk computes, in words that are the same where it is about as much."""
     parts = {"mtp": "mtp", "pre_process": "embedding", "post_process": "loss"}
 
     def words(model: torch.nn.Module) -> str:

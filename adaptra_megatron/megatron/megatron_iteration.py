@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron's schedules do around the actions of an iteration, and with each output that has been sent."""
+"""Do what Megatron's schedules do around the actions of an iteration, and with each output that has been sent."""
 
 from __future__ import annotations
 

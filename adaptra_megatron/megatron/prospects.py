@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --adaptra would make of a job, by its settings and by the tables that the run itself applies.
+"""Foretell what --adaptra would make of a job, by its settings and by the tables that the run itself applies.
 
 Imports neither torch nor Megatron.
 """
@@ -30,7 +30,7 @@ STARTS, LESS, REFUSED = "starts", "starts with less", "refused"
 
 
 class Feature(NamedTuple):
-    """What becomes of one feature of the job."""
+    """Fate of one feature of the job."""
 
     name: str
     effect: str
@@ -41,7 +41,7 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True)
 class Prospects:
-    """Whether a job would start, and what it would get."""
+    """Verdict on a job: whether it would start, and what it would get."""
 
     verdict: str
     split: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the executor cannot run, refused before anything of an iteration is done.
+"""Refuse what the executor cannot run, before anything of an iteration is done.
 
 The tables need neither torch nor Megatron: `adaptra check` reads them, too.
 """
@@ -327,7 +327,7 @@ def refuse_arguments(arguments: Any) -> None:
 
 
 def refused_of(arguments: Any) -> list[Refusal]:
-    """What Megatron's `arguments` (or settings by these names) have that the executor cannot run."""
+    """Return what Megatron's `arguments` (or settings by these names) have that the executor cannot run."""
     if pipeline_stages(arguments) == 1:
         return []  # stock's schedule runs
     observes = getattr(arguments, "adaptra_policy", "adapt") == "observe"

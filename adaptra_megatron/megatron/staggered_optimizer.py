@@ -30,7 +30,7 @@ from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_f
 
 
 class StepUndo:
-    """What Megatron's optimizers hold before a step.
+    """State of Megatron's optimizers before a step.
 
     Copied, and not inverted by arithmetic, which would give other bits. With Adam and main parameters in single
     precision that is 16 bytes for each parameter that is stepped here (all of the stage's, or this rank's shard of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast any schedule could possibly be.
+"""Prove lower bounds on the time of any schedule.
 
 Micro-batches cost the same, so a schedule is what its counts are: the m-th F of a virtual stage is whichever starts
 m-th there. It needs m activations to have arrived, hence m forwards of the virtual stage before to have ended, one
@@ -36,7 +36,7 @@ class LowerBound:
     """The stage or the directed link that binds, such as "stage 3" or "link 3->4"."""
 
     def gap_of(self, makespan_s: float) -> float:
-        """How much longer than the bound: 0.02 is 2%. Below 0 only if a cap is passed."""
+        """Return how much longer than the bound: 0.02 is 2%. Below 0 only if a cap is passed."""
         return makespan_s / self.seconds - 1.0 if self.seconds > 0.0 else 0.0
 
 

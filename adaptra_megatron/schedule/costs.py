@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule costs: compute seconds per stage and chunk, link seconds per direction, activation caps."""
+"""Define the costs of a schedule: compute seconds per stage and chunk, link seconds per direction, activation caps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LinkCost(NamedTuple):
 
     @property
     def transfer_s(self) -> float:
-        """What one message takes that finds the link free."""
+        """Return what one message takes that finds the link free."""
         return self.occupancy_s + self.latency_s
 
 
@@ -130,7 +130,7 @@ class Costs:
 
     @property
     def placement(self) -> Placement:
-        """Which stage runs each virtual stage."""
+        """Return which stage runs each virtual stage."""
         return self.custom_placement or interleaved(self.stages, self.chunks)
 
     def placed(self, placement: Placement) -> Costs:

@@ -44,7 +44,7 @@ def require_counts(**counts: int) -> None:
 
 
 class Place(NamedTuple):
-    """Where a virtual stage runs."""
+    """Stage and chunk of a virtual stage."""
 
     stage: int
     chunk: int
@@ -106,12 +106,12 @@ class Placement:
         return self._virtual_stages[stage, chunk]
 
     def next_place(self, stage: int, chunk: int) -> Place | None:
-        """Where activations of `chunk` on `stage` go; None from the last virtual stage."""
+        """Return where activations of `chunk` on `stage` go; None from the last virtual stage."""
         virtual = self._virtual_stages[stage, chunk] + 1
         return self.places[virtual] if virtual < len(self.places) else None
 
     def previous_place(self, stage: int, chunk: int) -> Place | None:
-        """Where input gradients of `chunk` on `stage` go; None from the first virtual stage."""
+        """Return where input gradients of `chunk` on `stage` go; None from the first virtual stage."""
         virtual = self._virtual_stages[stage, chunk] - 1
         return self.places[virtual] if virtual >= 0 else None
 
@@ -143,7 +143,7 @@ def v_shape(stages: int, chunks: int = 2) -> Placement:
 
 
 class Kind(str, enum.Enum):
-    """What an action computes. The letters are those of torch.distributed.pipelining's CSV."""
+    """Kind of an action. The letters are those of torch.distributed.pipelining's CSV."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -197,7 +197,7 @@ class Schedule:
 
     @property
     def placement(self) -> Placement:
-        """Which stage runs each virtual stage, and so where each message goes."""
+        """Return which stage runs each virtual stage, and so where each message goes."""
         return self.custom_placement or interleaved(self.stages, self.chunks)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What more activations per stage would buy: the shorter plans that a higher cap leaves room for."""
+"""Find what more activations per stage would buy: the shorter plans that a higher cap leaves room for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long iterations take that no barrier keeps apart: each stage begins the next one when its own is over.
+"""Compute the period of iterations that no barrier keeps apart: each stage begins the next one when its own is over.
 
 Then the time from one iteration to the next is not a makespan: what the first stages idle at the end of one, and the
 last ones at the beginning of the next, is no loss (ReCycle: staggered optimizer; Zero Bubble: ZB-H2).
@@ -77,7 +77,7 @@ def plan_for_period(
 
 
 def period_bound(costs: Costs) -> LowerBound:
-    """What the stage computes in an iteration that has most to do: no schedule has a shorter period."""
+    """Return what the stage computes in an iteration that has most to do: no schedule has a shorter period."""
     work_s = [
         costs.micro_batches
         * math.fsum(

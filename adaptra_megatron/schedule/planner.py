@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound: 0.02 is 2%."""
+        """Return how much longer than the lower bound: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.makespan_s)
 
 

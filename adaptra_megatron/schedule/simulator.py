@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a schedule takes: exact, event-driven simulation of fixed orders and of online dispatch.
+"""Simulate a schedule: exact, event-driven simulation of fixed orders and of online dispatch.
 
 A stage runs its actions one after another. F of virtual stage v needs the activation from v-1, a backward of v the
 gradient from v+1 (the last virtual stage: its own F), W its own I. The action that makes a message hands it to the
@@ -36,7 +36,8 @@ class SimulationError(ScheduleError):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
-    """What one iteration does. `start_s[stage][k]` and `end_s[stage][k]` are seconds of `schedule.orders[stage][k]`."""
+    """Times of one simulated iteration. `start_s[stage][k]` and `end_s[stage][k]` are seconds of
+    `schedule.orders[stage][k]`."""
 
     schedule: Schedule
     """The simulated schedule; for online dispatch, the orders that resulted."""

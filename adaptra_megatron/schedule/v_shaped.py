@@ -184,7 +184,7 @@ def _repeated(stages: int, micro_batches: int, *, down: int, up: int) -> Schedul
 
 
 def _block(stage: int, stages: int, down: int, up: int, waits: tuple[int, ...]) -> dict[tuple[Kind, int], int]:
-    """When F and I of micro-batch 0 start on `stage`."""
+    """Return when F and I of micro-batch 0 start on `stage`."""
     deep, below = down * stage, up * (stages - 1 - stage)
     turn_down, turn_up = down * (stages - 1) + 1, up * (stages - 1) + 1
     forward_up = turn_down + waits[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank did and when: the record of an action, and the list that an executor appends to."""
+"""Record what one rank did and when: the record of an action, and the list that an executor appends to."""
 
 from __future__ import annotations
 

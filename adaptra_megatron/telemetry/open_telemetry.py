@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank tells a collector by OpenTelemetry (OTLP): metrics, as Prometheus would fetch them, and events as log
+"""Export one rank's telemetry by OpenTelemetry (OTLP): metrics, as Prometheus would fetch them, and events as log
 records.
 
 Needs `pip install 'adaptra-megatron[otel]'`, imported when an export begins. Where things go, how often and with which

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader asks of a path before it opens it."""
+"""Check a path before it is opened."""
 
 from __future__ import annotations
 

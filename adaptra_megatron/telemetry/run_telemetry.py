@@ -90,7 +90,7 @@ class RankPlace:
 
     @property
     def word(self) -> str:
-        """What lines of the training's log begin with that are about this replica alone."""
+        """Return what lines of the training's log begin with that are about this replica alone."""
         return f"replica {self.replica}: " if self.decides_apart else ""
 
 

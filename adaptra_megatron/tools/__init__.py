@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people run beside a training: the `adaptra` command, reports, analysis, what-if."""
+"""Provide the tools that people run on a training's records: the `adaptra` command, reports, analysis, what-if."""

@@ -40,7 +40,7 @@ _ROW_PIXELS, _PAGE_PIXELS = 60, 260
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Answer:
-    """What an iteration takes in one order of actions. Notebooks show its timeline."""
+    """Time that an iteration takes in one order of actions. Notebooks show its timeline."""
 
     name: str
     job: JobCosts
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound: 0.02 is 2%."""
+        """Return how much longer than the lower bound: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.makespan_s)
 
     @property
@@ -107,7 +107,7 @@ def plan(costs: JobCosts | Costs, *, deadline_s: float | None = None, **changes:
 def simulate(
     schedule: Schedule | Answer | str, costs: JobCosts | Costs, *, blocking: bool = False, **changes: Any
 ) -> Answer:
-    """What `schedule` takes; `changes` as for `what_if`.
+    """Return what `schedule` takes; `changes` as for `what_if`.
 
     It is an order, an answer whose order is kept, a name that `adaptra simulate --schedule` takes, "stock" (which
     blocks), or a CSV file. Raises ScheduleError if it cannot run at these costs; the rest as `plan`.
@@ -153,7 +153,8 @@ def analyze(
     replicas: int | None = None,
     activation_gib: float | None = None,
 ) -> Analysis:
-    """What is slow in a recorded job, as `adaptra analyze` finds it; `doubt` says why nothing can be said. Needs numpy.
+    """Return what is slow in a recorded job, as `adaptra analyze` finds it; `doubt` says why nothing can be said.
+    Needs numpy.
 
     `stages`, `replicas`: pipeline size and number of pipelines, where traces do not say it. Raises RecordingError for
     what is no recording, ReplayError where no step can be replayed.

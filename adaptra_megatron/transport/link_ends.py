@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which two ranks a link joins, and what messages and logs call them."""
+"""Name the two ranks that a link joins, and what messages and logs call them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ PROBE_NBYTES = 1 << 16
 
 
 class Path(str, enum.Enum):
-    """Which way messages go from one stage to another."""
+    """Path that messages take from one stage to another."""
 
     DEVICE = "device"
     """torch.distributed between the two training processes (NCCL; gloo on CPU)."""
@@ -59,12 +59,14 @@ class PathSettings:
 
 
 def why_down(died: str | None, latest: str) -> str:
-    """Why a device path is down: what the last healthy session died of, and what the latest attempt at another."""
+    """Return why a device path is down: what the last healthy session died of, and what the latest attempt at
+    another."""
     return latest if died in (None, latest) else f"{died}; since then: {latest}"
 
 
 class TransferTimes:
-    """How long messages of the device path may take before it counts as dead, by what the latest one has taken."""
+    """Limit on the time that messages of the device path may take before it counts as dead, by what the latest one has
+    taken."""
 
     def __init__(self, settings: PathSettings) -> None:
         self._settings = settings
@@ -76,14 +78,15 @@ class TransferTimes:
             self._s_per_byte = seconds / nbytes
 
     def allowed_s(self, nbytes: int) -> float:
-        """What a message of this size may take beyond what any may: as on a slow path, or twice as the latest took."""
+        """Return what a message of this size may take beyond what any may: as on a slow path, or twice as the latest
+        took."""
         s_per_byte = max(1.0 / self._settings.slow_nbytes_per_s, 2.0 * self._s_per_byte)
         return min(self._settings.longest_transfer_s, nbytes * s_per_byte)
 
 
 @dataclass(frozen=True)
 class PathCounters:
-    """What one rank has seen of one link."""
+    """Counters of one rank for one link."""
 
     path: Path
     """Path of the next message that it sends."""
@@ -102,7 +105,7 @@ class PathCounters:
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """What one link with a host path has seen."""
+    """Counters of one link with a host path."""
 
     transport: str
     sessions: int

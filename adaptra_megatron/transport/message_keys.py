@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between ranks, named by key, and the interface that moves it.
+"""Name what travels between ranks by keys, and the interface that moves it.
 
 Callers never learn which path carries a key: they post, ask whether a key has arrived, and wait with a deadline.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # processes without torch import this
 
 
 class Direction(str, enum.Enum):
-    """Which way along the model a message travels."""
+    """Direction in which, along the model, a message travels."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -58,7 +58,7 @@ class MessageKey(NamedTuple):
 
 
 class MessageTimes(NamedTuple):
-    """When the two ends of a message acted, in seconds of the local monotonic clock.
+    """Times at which the two ends of a message acted, in seconds of the local monotonic clock.
 
     A receive that was posted after the message had been sent says nothing of the device path, hence `posted_s`.
     """
@@ -82,7 +82,8 @@ class AbortedError(TransportError):
 
 @dataclass(frozen=True)
 class TensorSpecification:
-    """What every message of an iteration looks like; `shape` is None when shapes vary (a header then goes first)."""
+    """Shape and data type of every message of an iteration; `shape` is None when shapes vary (a header then goes
+    first)."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
@@ -149,7 +150,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class TwoPathTransport(Protocol):
-    """What a transport can do besides whose links have a path through host memory, and mostly a second one.
+    """Further interface of a transport whose links have a path through host memory, and mostly a second one.
 
     Links can be opened to any ranks of the job, and closed or aborted, while others carry messages. Of each pair of
     ranks both call `open_link`, in any order, and both `close_link` or `abort`; what was opened anew begins from
@@ -164,7 +165,7 @@ class TwoPathTransport(Protocol):
 
     @property
     def delegate_starts(self) -> int:
-        """How often this rank's delegate was started: 1 unless it died."""
+        """Return how often this rank's delegate was started: 1 unless it died."""
 
     def open_link(self, peer: int) -> None:
         """Begin to open a link, or to open one again that was aborted. Returns at once; messages may be posted, and

@@ -116,7 +116,8 @@ class Acceptor:
 
 
 def _source(connection: socket.socket, address: Any) -> str:
-    """What can be told of who connects before anything is proven: a host (of IPv6, the network), or a user of ours."""
+    """Return what can be told of who connects before anything is proven: a host (of IPv6, the network), or a user of
+    ours."""
     if connection.family == socket.AF_UNIX:
         _process, user, _group = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         return f"user {user}"

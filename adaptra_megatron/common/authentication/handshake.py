@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may connect: mutual proof of knowing the job's secret, before anything else is said on a connection.
+"""Authenticate connections by mutual proof of knowing the job's secret, before anything else is said on a connection.
 
     accepting side                       connecting side
     challenge: magic, version, nonce ->
@@ -120,7 +120,7 @@ ANSWER_NBYTES = _PURPOSE.size + NONCE_NBYTES + _PROOF_NBYTES
 
 
 class HandshakeRefusal(enum.Enum):
-    """Why a connection was not admitted."""
+    """Reason why a connection was not admitted."""
 
     JUNK = "junk"
     """What came is no handshake of ours."""

@@ -14,7 +14,7 @@ _SEAL_NBYTES = hashlib.sha256().digest_size
 
 
 class TamperedError(RuntimeError):
-    """What is in the job's store was not put there by a rank that knows the job's secret; names the key and remedy."""
+    """A value in the job's store was not put there by a rank that knows the job's secret; names the key and remedy."""
 
 
 class Seal:
@@ -49,7 +49,7 @@ _NOTHING = "?"
 
 
 def peek(store: Any, key: str) -> bytes | None:
-    """What is under `key` in a torch.distributed store; None at once where nothing is, by one request.
+    """Return what is under `key` in a torch.distributed store; None at once where nothing is, by one request.
 
     A store that compares with what is not there answers with what it was to compare (TCPStore.cpp: compareSetHandler,
     HashStore.cpp: compareSet), and changes nothing; `get` would wait, and ask twice.

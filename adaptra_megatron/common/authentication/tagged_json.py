@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses processes: JSON objects of declared types. Nothing is built of what came before it has been checked.
+"""Encode and decode messages between processes as JSON objects of declared types. Nothing is built of what came before
+it has been checked.
 
 A message is a frozen dataclass, or a NamedTuple, of numbers, texts, bytes, enumerations, lists, tuples, mappings and
 others of its kind. One that goes where several kinds are expected has a `name`, which "is" says. Neither torch nor
@@ -23,7 +24,7 @@ _NUMBERS = range(-(1 << 63), 1 << 64)
 
 
 class Reader(Protocol):
-    """What `Annotated` may hold: a further condition of a field."""
+    """Further condition, in `Annotated`, of a field."""
 
     def read(self, value: Any) -> Any:
         """The field's value, of one that has the type that is annotated. Raises ValueError."""
@@ -76,7 +77,7 @@ def unpacked(packet: bytes, kinds: Mapping[str, type[Any]] | Any, most_nbytes: i
 
 
 def plain(value: Any) -> Any:
-    """What JSON can say of a value; `typed` makes the value of it again."""
+    """Return what JSON can say of a value; `typed` makes the value of it again."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
@@ -98,7 +99,7 @@ def typed(kind: Any, value: Any) -> Any:
 
 
 def _reading(kind: Any) -> Reading:
-    """How values of `kind` are read, so that a type is looked at once and not with each value."""
+    """Return how values of `kind` are read, so that a type is looked at once and not with each value."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         reader = arguments[1]

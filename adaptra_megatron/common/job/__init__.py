@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks a job has, and how they find each other."""
+"""Describe the ranks of a job, and let them find each other."""

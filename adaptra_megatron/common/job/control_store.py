@@ -216,7 +216,7 @@ class ControlStore:
 
 
 class Store(Protocol):
-    """What is needed of torch.distributed's stores."""
+    """Interface of torch.distributed's stores, as far as it is used."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set `key` to `desired` if it has the value `expected`, or none and that is empty; its value afterwards."""

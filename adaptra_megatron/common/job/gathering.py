@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a group hands in, for all of them: typed data; torch's own gathering of objects unpickles."""
+"""Gather typed data of every rank of a group; torch's own gathering of objects unpickles."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes share a clock, which share memory, and which see each other."""
+"""Find which processes share a clock, which share memory, and which see each other."""
 
 from __future__ import annotations
 

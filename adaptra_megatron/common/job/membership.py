@@ -166,7 +166,7 @@ class MembershipRecords:
         self._store.set(_ADMITTED, packed(admitted))
 
     def admitted(self) -> Mapping[int, int]:
-        """What `say_admitted` has written last. Raises as `newest`."""
+        """Return what `say_admitted` has written last. Raises as `newest`."""
         found = self._store.peek(_ADMITTED)
         return {} if found is None else unpacked(found, Mapping[int, int], _MOST_NBYTES)
 
@@ -175,7 +175,7 @@ class MembershipRecords:
         self._store.set(_STALLED, packed(stalled))
 
     def stalled(self) -> Stalled | None:
-        """What was reported last. Raises as `newest`."""
+        """Return what was reported last. Raises as `newest`."""
         found = self._store.peek(_STALLED)
         return None if found is None else unpacked(found, Stalled, _MOST_NBYTES)
 
@@ -193,7 +193,7 @@ class MembershipRecords:
         self._store.set(f"{_READY}/{rank}", packed(ready))
 
     def readiness(self, rank: int) -> Readiness | None:
-        """What the process in the place of a rank has said last. Raises as `newest`."""
+        """Return what the process in the place of a rank has said last. Raises as `newest`."""
         found = self._store.peek(f"{_READY}/{rank}")
         return None if found is None else unpacked(found, Readiness, _MOST_NBYTES)
 

@@ -105,7 +105,7 @@ class ReportLink:
             )
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """What has come: iterations and their decisions. To be called when the connection is readable."""
+        """Return what has come: iterations and their decisions. To be called when the connection is readable."""
         assert self._connection is not None, "nothing can be readable"
         try:
             part = self._connection.recv(_PART_NBYTES)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the clocks of different hosts relate."""
+"""Relate the clocks of different hosts."""

@@ -57,7 +57,7 @@ class Stamps(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a few exchanges in a row say."""
+    """Result of a few exchanges in a row."""
 
     at_s: float
     """Local."""

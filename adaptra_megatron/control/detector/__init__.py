@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which links and stages are healthy, slow or dead, told from what iterations measured. No torch, no clock."""
+"""Detect slow and failed links and stages in measurements of iterations. No torch, no clock."""

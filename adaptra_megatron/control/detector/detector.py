@@ -31,7 +31,7 @@ _ENOUGH = 0.1
 
 
 class SizeModel:
-    """How durations grow with the size of what is computed: as a power of it, between not at all and quadratically.
+    """Growth of durations with the size of what is computed: as a power of it, between not at all and quadratically.
 
     The power is the slope of log(duration) over log(size) among the actions of each stage's iteration, by least
     squares over all iterations and pipelines: how fast a stage is moves its actions alike and does not count. Until
@@ -96,7 +96,7 @@ _MIN_OTHERS = 3
 
 
 class DetectorPlace(NamedTuple):
-    """Where a series belongs."""
+    """Place that a series belongs to."""
 
     pipeline: int
     position: Any

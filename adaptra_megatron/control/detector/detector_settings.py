@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much evidence the detector wants."""
+"""Set how much evidence the detector wants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def _check(name: str, value: float, *, at_least: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeSettings:
-    """When a level (seconds per message, or per action) counts as changed. A change must pass every threshold."""
+    """Thresholds beyond which a level (seconds per message, or per action) counts as changed. A change must pass every
+    threshold."""
 
     relative_shift: float
     """Smallest shift that counts, as a share of the level it is compared with."""

@@ -48,7 +48,7 @@ class Messages(NamedTuple):
 
 
 def least_held(start_s: Array, arrived_s: Array) -> npt.NDArray[np.bool_]:
-    """Which messages were not held up and let go together with a later one.
+    """Return which messages were not held up and let go together with a later one.
 
     A pause of the receiver, or one late message on a link that keeps the order, delays many messages at once. They
     arrive together: that is one event and no evidence of many, and the last of them was held up least.
@@ -59,7 +59,7 @@ def least_held(start_s: Array, arrived_s: Array) -> npt.NDArray[np.bool_]:
 
 
 class LinkFit(NamedTuple):
-    """How a link did in one iteration."""
+    """Fit of a link's messages in one iteration."""
 
     latency_s: Array
     """One per telling message; of a link whose bandwidth is not known, with the time the bytes take."""
@@ -162,7 +162,7 @@ def quantiles(ordered: Sequence[float], *fractions: float) -> list[float]:
 
 @functools.lru_cache(maxsize=64)
 def _kept(count: int) -> npt.NDArray[np.intp]:
-    """Which of so many values are."""
+    """Return which of so many values are."""
     kept: npt.NDArray[np.intp] = np.linspace(0, count - 1, _KEPT_VALUES).round().astype(np.intp)
     return kept
 
@@ -183,7 +183,7 @@ class Batch:
 
 
 class Level(NamedTuple):
-    """What values of several iterations have in common."""
+    """Common level of the values of several iterations."""
 
     value: float
     """Median of the iterations' medians."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the detector says: states with their reasons, and estimates to plan with."""
+"""Define the detector's findings: states with their reasons, and estimates to plan with."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """Why, in words."""
+        """Return why, in words."""
         return reason_text(self.why)
 
     def describe(self) -> Reason:
-        """What was found, with why behind it."""
+        """Return what was found, with why behind it."""
         still = "still " if self.state is self.before else ""
         head = f"{self.subject}: {still}{self.state.value} since iteration "
         return head, self.state_since_iteration, (", ", self.why)

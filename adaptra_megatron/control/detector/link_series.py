@@ -190,7 +190,7 @@ class LinkTracker:
 
 
 def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:
-    """Those that arrived, in the order in which they were sent; None if there are none."""
+    """Return those that arrived, in the order in which they were sent; None if there are none."""
     given = sample.messages
     arrived = given.arrived
     if not (arrived.all() and (given.sent_s[1:] > given.sent_s[:-1]).all()):

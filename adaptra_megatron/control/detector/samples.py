@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration measured. All moments are seconds on one clock; all of one iteration is observed at once."""
+"""Hold the measurements of an iteration. All moments are seconds on one clock; all of one iteration is observed at
+once."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class MessageColumns(NamedTuple):
 
     @property
     def arrived(self) -> npt.NDArray[np.bool_]:
-        """Which of them did."""
+        """Return which of them did."""
         return ~np.isnan(self.arrived_s)
 
     @property
@@ -87,7 +88,8 @@ NO_MESSAGES = MessageColumns.of(())
 
 @dataclass(frozen=True, eq=False)
 class LinkSample:
-    """What one path of a link carried in an iteration; without messages it says nothing but whether it is broken."""
+    """Messages that one path of a link carried in an iteration; without messages it says nothing but whether it is
+    broken."""
 
     messages: MessageColumns = NO_MESSAGES
     broken: str | None = None
@@ -101,7 +103,7 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class StageSample:
-    """What one stage computed in an iteration."""
+    """Actions that one stage computed in an iteration."""
 
     durations_s: Mapping[tuple[str, int], Sequence[float] | npt.NDArray[np.floating[Any]]] = field(default_factory=dict)
     """By (kind, chunk), kinds "F", "B", "I" and "W": seconds without waiting, one value per action, or their median."""

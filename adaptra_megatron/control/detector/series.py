@@ -34,7 +34,7 @@ class FlapDamper:
 
     @property
     def hold_iterations(self) -> int:
-        """How many iterations in a row must show a recovery for it to be believed."""
+        """Return how many iterations in a row must show a recovery for it to be believed."""
         doublings = min(self.flaps, self._settings.longest_hold_iterations.bit_length())
         return max(
             self._settings.confirm_iterations,
@@ -97,7 +97,7 @@ class Series:
 
     @property
     def baseline(self) -> Level:
-        """What is healthy."""
+        """Return what is healthy."""
         return self._baseline if self._baseline is not None else self.window.level()
 
     def observe(self, batch: Batch, action_s: float) -> Change | None:
@@ -171,7 +171,7 @@ class Series:
         return apart and batch.spread <= max(2.0 * level.spread, 0.25 * abs(shift_s))
 
     def _confirmation(self, verdict: _Verdict) -> str | None:
-        """Why the change is believed now; None while it is not."""
+        """Return why the change is believed now; None while it is not."""
         settings, damper = self._settings, self._damper
         slower = verdict.direction > 0
         if verdict.overwhelming and (slower or damper.flaps == 0):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replicas come last to gradient synchronisation, how persistently, and what that costs. No clocks are compared.
+"""Find which replicas come last to gradient synchronisation, how persistently, and what that costs. No clocks are
+compared.
 
 All replicas leave a synchronisation at about the same time, so the one that was in it for the shortest time came last,
 and by as much as the others were in it longer.
@@ -33,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Row(NamedTuple):
-    """What a cell measured in one training iteration, in seconds."""
+    """Measurements of a cell in one training iteration, in seconds."""
 
     iteration: int
     """Number in traces: evaluations are counted."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a replica comes last: what its host shows that the hosts of others do not, and what to do about it."""
+"""Find why a replica comes last: what its host shows that the hosts of others do not, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptra_megatron.control.detector.straggler_arrivals import Late
 
 
 class StragglerCauseKind(str, enum.Enum):
-    """What a cause is about."""
+    """Kind of a cause."""
 
     CPU = "cpu"
     CPU_STOLEN = "cpu_stolen"
@@ -33,7 +33,7 @@ class StragglerCauseKind(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HostFigures:
-    """What a rank's host showed lately; None where that cannot be read. Shares are 0..1 of the CPUs that the rank may
+    """Recent figures of a rank's host; None where that cannot be read. Shares are 0..1 of the CPUs that the rank may
     use, or of the time."""
 
     others_cpu: float | None = None
@@ -61,7 +61,7 @@ class HostFigures:
 
 
 class StragglerCause(NamedTuple):
-    """What explains a lag."""
+    """Explanation of a lag."""
 
     kind: StragglerCauseKind
     text: str

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which order of actions each stage runs: costs, memory, plans, and when another is worth it."""
+"""Choose the order of actions of each stage: costs, memory, plans, and when another is worth it."""

@@ -29,7 +29,7 @@ class _StageCap:
 
 
 class MeasuredCaps:
-    """What each stage has room for, over all its replicas. Falls at once, rises slowly."""
+    """Activations that each stage has room for, over all its replicas. Falls at once, rises slowly."""
 
     def __init__(self) -> None:
         self.latest: dict[int, StageMemory] = {}

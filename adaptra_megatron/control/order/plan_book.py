@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which schedule an iteration runs."""
+"""Choose the schedule of an iteration."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class PlanState:
         return tuple(max(held, min(rooms.get(stage, 0), most)) for stage, held in enumerate(stock))
 
     def enforced_cap(self, micro_batches: int, stage: int) -> float | None:
-        """What the executor must not pass; None where no cap was set: stock's order, or a user's own plan."""
+        """Return what the executor must not pass; None where no cap was set: stock's order, or a user's own plan."""
         installed = None if self.observes else self._plans.get(micro_batches)
         return None if installed is None else installed.caps[stage]
 
@@ -208,7 +208,7 @@ class PlanState:
 
     @property
     def in_force(self) -> Decision:
-        """What was planned last, as it travels; without an order where none was planned for measured costs."""
+        """Return what was planned last, as it travels; without an order where none was planned for measured costs."""
         told = None if self.policy == self._config.policy else TelemetrySection(policy=self.policy)
         latest = next((each for each in reversed(self._plans.values()) if each.costs is not None), None)
         if latest is None or latest.costs is None or self.observes:
@@ -238,7 +238,8 @@ class PlanState:
         return self._peaks[micro_batches]
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
-        """What runs until costs are known: stock's order with every other B as I and W, if that is within the caps."""
+        """Return what runs until costs are known: stock's order with every other B as I and W, if that is within the
+        caps."""
         return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=not self.layout.whole_first)
 
     def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:

@@ -99,8 +99,8 @@ class Replanner:
         return candidate.schedule, made
 
     def worth_of_memory(self) -> MemoryWanted | None:
-        """What more memory would buy, once per plan that a cap binds. To be asked for in an iteration that has nothing
-        to decide, so that nothing is late."""
+        """Return what more memory would buy, once per plan that a cap binds. To be asked for in an iteration that has
+        nothing to decide, so that nothing is late."""
         plan, costs = self._bound_by_memory, self._planned
         if plan is None or costs is None:
             return None
@@ -112,7 +112,7 @@ class Replanner:
 
 
 def memory_wanted(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> MemoryWanted:
-    """What a plan within the caps takes, and what higher caps would give."""
+    """Return what a plan within the caps takes, and what higher caps would give."""
     (source, target), cost = max(costs.links.items(), key=lambda item: item[1].transfer_s, default=((0, 0), NO_COST))
     slow = cost.transfer_s > MATERIAL_CHANGE * costs.forward_s[source][0]
     return MemoryWanted(
@@ -173,7 +173,7 @@ def _over_cap(held: Sequence[float], costs: Costs) -> str | None:
 
 
 def _saved_memory(held: Sequence[float], planned: Sequence[float]) -> str | None:
-    """How much less stages hold under a plan than now, in words, if it is worth a switch."""
+    """Return how much less stages hold under a plan than now, in words, if it is worth a switch."""
     if sum(planned) > sum(held) - WORTH_SAVING * len(held):
         return None
     return f"it holds {sum(planned):g} activations instead of {sum(held):g}"

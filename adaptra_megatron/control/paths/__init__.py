@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which path each link takes while both work."""
+"""Choose the path of each link while both work."""

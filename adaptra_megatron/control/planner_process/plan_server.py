@@ -32,7 +32,7 @@ from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 
 class PlannerNotes(Notes):
-    """What there is to be said along with a decision; the leader's telemetry, too."""
+    """Log lines and events along with a decision; the leader's telemetry, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _missing(reported: Reported) -> str:
 
 
 class PlannerProcess:
-    """What the process does, as tasks of one event loop."""
+    """Work of the planner process, as tasks of one event loop."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket, begin: Begin, planner: Planner) -> None:
         self._channel, self._planner, self._gathering = channel, planner, Gathering(begin.reporters)

@@ -127,8 +127,8 @@ class PlannerClient:
         return Address(str(host), int(port))
 
     def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
-        """What to run next, and the latest iteration that it follows from. `own`: iterations with this rank's reports,
-        new since the last call; they are decided on once all ranks have reported them.
+        """Return what to run next, and the latest iteration that it follows from. `own`: iterations with this rank's
+        reports, new since the last call; they are decided on once all ranks have reported them.
 
         Raises NoDecisionError: after `LATE_S` if reports of other ranks are missing, which a later call goes on to
         wait for; and where the process has ended: the next call starts another, which is to be given what comes next.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a leading rank and its planner process say to each other.
+"""Define the messages between a leading rank and its planner process.
 
 Reports, or a decision, go along as bytes. Before the first message the planner process is given the socket on which it
 listens to the ranks that follow. No torch here: the planner process imports this.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one cell runs while micro-batches are routed between replicas, small enough to travel."""
+"""Pack the order that one cell runs while micro-batches are routed between replicas, small enough to travel."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CellOrder:
 
 
 def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
-    """What each cell ("replica.stage") runs, packed. `costs`: of a pipeline, for its caps.
+    """Return what each cell ("replica.stage") runs, packed. `costs`: of a pipeline, for its caps.
 
     Receives are posted in the order in which what makes the messages is expected to begin, and each right before the
     first action that begins later: see schedule.transfers.launch_order, whose proof asks for nothing else.

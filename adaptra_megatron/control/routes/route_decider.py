@@ -86,7 +86,8 @@ def stragglers(speeds: Mapping[Cell, float], pinned: Iterable[int] = ()) -> dict
 
 
 def slowness(seconds: Mapping[Cell, float]) -> tuple[float, ...]:
-    """How many times as long as the fastest replica each takes, by its slowest cell; 1 where it does not straggle."""
+    """Return how many times as long as the fastest replica each takes, by its slowest cell; 1 where it does not
+    straggle."""
     longest: dict[int, float] = {}
     for cell, each_s in sorted(seconds.items()):
         longest[cell.replica] = max(each_s, longest.get(cell.replica, 0.0))
@@ -118,7 +119,7 @@ LEAST_GAIN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class RoutePolicy:
-    """Who the replicas are."""
+    """Replicas that routes join."""
 
     pipelines: tuple[tuple[int, ...], ...]
     """First ranks of the pipelines of each replica: one for each lane."""
@@ -274,7 +275,7 @@ def _differ(seconds: float, before_s: float) -> bool:
 
 
 def in_words(slow: Mapping[Cell, float], moved: Iterable[Moved], micro_batches: int) -> str:
-    """Which cells straggle, and where their micro-batches go."""
+    """Return which cells straggle, and where their micro-batches go."""
     given: Counter[tuple[int, int]] = Counter()
     takers: dict[tuple[int, int], list[int]] = {}
     for move in moved:
@@ -349,7 +350,7 @@ class LiveCellDecider:
         return RouteFigures(cells=cell_figures(self._speeds, moves), predicted_gain_s=self._gain_s)
 
     def _reason(self, context: Context, costs: RoutedCosts) -> Reason:
-        """Why planning is due, in words; empty where it is not."""
+        """Return why planning is due, in words; empty where it is not."""
         relevant = {*context.in_use.values(), *context.carried.values()}
         found: list[Reason] = [
             finding.describe()

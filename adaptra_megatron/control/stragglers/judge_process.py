@@ -29,7 +29,7 @@ logger = logger_of(__name__)
 
 
 class JudgeProcess:
-    """What the process does, as tasks of one event loop."""
+    """Work of the straggler process, as tasks of one event loop."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket, begin: JudgeBegin, notes: Notes) -> None:
         self._channel, self._pace, self._notes = channel, begin.pace, notes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this rank's host shows: CPUs, network, memory, GPUs. Two looks at its counters make one set of figures.
+"""Read figures of this rank's host: CPUs, network, memory, GPUs. Two looks at its counters make one set of figures.
 
 Needs psutil, and nvidia-ml-py where there are GPUs (`pip install 'adaptra-megatron[monitor]'`); what is not installed
 or cannot be read is None in the figures.
@@ -194,7 +194,7 @@ class HostSampler:
         self._at_s = 0.0
 
     def sample(self) -> HostFigures | None:
-        """What has been since the call before; None at the first."""
+        """Return what has been since the call before; None at the first."""
         before, before_s = self._counters, self._at_s
         self._at_s, self._counters = self._clock(), dict(self._read())
         elapsed_s = self._at_s - before_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cells report of their arrivals, and what the judge makes of it: how it travels, and where it is in the store."""
+"""Define what cells report of their arrivals, and the reply: how it travels, and where it is in the store."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Lags = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerVerdict:
-    """What is found now."""
+    """Present findings."""
 
     late: tuple[LateCell, ...] = ()
     lags_s: Lags = ()
@@ -81,7 +81,7 @@ class ReportPace:
         return Backoff(self.first_s, self.most_s, 1.5)
 
     def pause_s(self, pause_s: float, iteration_s: float, late: Iterable[LateCell]) -> float:
-        """How long to wait instead of `pause_s` where iterations last `iteration_s` and these cells are late."""
+        """Return how long to wait instead of `pause_s` where iterations last `iteration_s` and these cells are late."""
         told = all(each.told for each in late)
         return max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s)) if told else pause_s
 

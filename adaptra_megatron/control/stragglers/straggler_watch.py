@@ -88,7 +88,7 @@ class StragglerServiceClient:
             self._process = Sidecar(module, listener, begin, _PATIENCE_S)
 
     def latest(self) -> StragglerVerdict | None:
-        """What has been found since the last call, whose lines and events are logged; None if it has not looked.
+        """Return what has been found since the last call, whose lines and events are logged; None if it has not looked.
 
         Never waits for a look. Raises ChannelEndedError if the process has ended.
         """
@@ -134,7 +134,7 @@ _END_S = 2.0
 
 
 class StragglerTelemetry(Protocol):
-    """What this needs of RunTelemetry."""
+    """Part of RunTelemetry that the watch uses."""
 
     def log(self, event: Event) -> None:
         """Something happened."""

@@ -42,7 +42,7 @@ NO_NEWCOMERS = (
 
 
 class Endpoint(NamedTuple):
-    """Where the job's store is."""
+    """Address of the job's store."""
 
     host: str
     port: int

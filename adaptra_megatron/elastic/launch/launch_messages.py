@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launchers and the coordinator write for each other into the job's store: states, so that none can be missed.
+"""Define what launchers and the coordinator write for each other into the job's store: states, so that none can be
+missed.
 
 Keys, below `adaptra/launch/<run id>/`, sealed; each has one writer. Membership has keys of its own (`job.membership`).
 
@@ -37,7 +38,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class RankEnding:
-    """How one rank's process ended."""
+    """End of one rank's process."""
 
     local_rank: Natural
     process_id: Natural
@@ -112,7 +113,7 @@ class LaunchOutcome:
 
 @dataclass(frozen=True)
 class JobState:
-    """What the coordinator says to all launchers."""
+    """State of the job that the coordinator publishes to all launchers."""
 
     beat: Natural
     outcome: LaunchOutcome | None

@@ -210,7 +210,7 @@ class Launcher:
         return LauncherVerdict(_SIGNALLED + number, text, number, text)
 
     def _judged(self, view: View) -> LauncherVerdict | None:
-        """What the coordinator says, or its silence."""
+        """Return what the coordinator says, or its silence."""
         if view.error:
             return LauncherVerdict(
                 1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error

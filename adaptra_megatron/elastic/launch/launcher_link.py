@@ -119,7 +119,7 @@ def _log(membership: Membership) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """What the link has seen last."""
+    """Latest state that the link has seen."""
 
     node_rank: int | None = None
     """Known once the link is up."""

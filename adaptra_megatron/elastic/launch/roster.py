@@ -16,7 +16,7 @@ from adaptra_megatron.elastic.launch.launch_messages import HostReport, LaunchOu
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """When a job ends."""
+    """Rules by which a job ends."""
 
     no_kill: bool
     """Ranks that live go on when others die. False: the first failure ends the job, as torchrun does."""
@@ -94,7 +94,8 @@ class Roster:
 
     @property
     def starts(self) -> dict[int, int]:
-        """How often the processes of ranks that have left and stood ready again had been started before, by rank."""
+        """Return how often the processes of ranks that have left and stood ready again had been started before, by
+        rank."""
         return {} if self.membership is None else {each.rank: each.ready.start for each in self.membership.arrived}
 
     def trains(self, rank: int) -> bool:
@@ -215,7 +216,7 @@ class Roster:
                     yield Departure(rank, epoch, report.host, f"its launcher {report.leaving}", time_s)
 
     def _finished(self) -> dict[int, float]:
-        """When ranks ended with status 0 (Unix time)."""
+        """Return when ranks ended with status 0 (Unix time)."""
         return self._done_before | {
             self._rank(node, each.local_rank): each.at_s
             for node, report in self.hosts.items()
@@ -243,7 +244,7 @@ class Roster:
 
 
 def _departing(node: int, report: HostReport) -> str:
-    """Why a host ends its ranks of its own accord, if it does."""
+    """Return why a host ends its ranks of its own accord, if it does."""
     return f"the launcher of host {report.host} (node rank {node}) {report.leaving}" if report.leaving else ""
 
 

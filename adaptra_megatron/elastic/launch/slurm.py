@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Slurm says about a step with one launcher per node: `srun --no-kill --kill-on-bad-exit=0 adaptra launch ...`."""
+"""Read what Slurm says about a step with one launcher per node: `srun --no-kill --kill-on-bad-exit=0 adaptra launch
+...`."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Workers:
 def environments_of(
     config: LaunchConfig, start: Start, node_rank: int, endpoint: Endpoint
 ) -> dict[int, dict[str, str]]:
-    """What ranks find in their environment beside the launcher's own, by local rank: the variables of torchrun
+    """Return what ranks find in their environment beside the launcher's own, by local rank: the variables of torchrun
     (torch/distributed/elastic/agent/server/local_elastic_agent.py, LocalElasticAgent._start_workers)."""
     inherited = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if name in os.environ}
     common = {

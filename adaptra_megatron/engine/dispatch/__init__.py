@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which action of a stage runs next: by the plan, or by what has arrived."""
+"""Choose the next action of a stage: by the plan, or by what has arrived."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who decides what a stage runs next, and when: the plan beforehand, or the stage while it runs.
+"""Choose who decides on a stage's next action, and when: the plan beforehand, or the stage while it runs.
 
 A stage dispatches online (see online_order.py) where it sees what has arrived. With `auto` it does so only while some
 neighbour's messages come by the host path, and at other moments in each iteration (see arrival_jitter.py): what is slow
@@ -284,7 +284,7 @@ class Dispatcher:
         self._mode, self._aborted = self._asked, False
 
     def _reason_to_leave_the_plan(self, program: Program) -> str | None:
-        """Why the next iteration is dispatched online, in words; None if it is not."""
+        """Return why the next iteration is dispatched online, in words; None if it is not."""
         peers = _peers(program)
         if (
             self.keeps_plan
@@ -324,7 +324,7 @@ class Dispatcher:
             self._pace.launched()
 
     def _next(self, order: OnlineOrder, inbox: Inbox) -> ProgramStep:
-        """What can run now, or as soon as something has arrived."""
+        """Return what can run now, or as soon as something has arrived."""
         planned = order.planned()
         if planned.receive is not None and planned in order.candidates():
             self._wait_a_little(planned.receive, inbox)

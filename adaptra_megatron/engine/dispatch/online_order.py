@@ -68,14 +68,15 @@ class OnlineOrder:
         return self._planned == len(self._done)
 
     def candidates(self) -> list[ProgramStep]:
-        """What may run as soon as its message is here, the most urgent first; weight gradients, which need none, not.
+        """Return what may run as soon as its message is here, the most urgent first; weight gradients, which need
+        none, not.
 
         Where this is empty and something is left, a weight gradient is due.
         """
         return [sequence[0] for sequence in self._sequences if sequence and self._may_run(sequence[0])]
 
     def next(self, ready: Callable[[OrderedMessage], bool]) -> ProgramStep | None:
-        """What to run now; None if it has to be waited for: for the message of any of the candidates.
+        """Return what to run now; None if it has to be waited for: for the message of any of the candidates.
 
         `ready`: whether a message has arrived.
         """
@@ -89,7 +90,8 @@ class OnlineOrder:
         return due if not able or self._overtakes(able[0]) else able[0]
 
     def planned(self) -> ProgramStep:
-        """What comes first in the plan of all that has not run: what to wait for where arrivals cannot be seen."""
+        """Return what comes first in the plan of all that has not run: what to wait for where arrivals cannot be
+        seen."""
         return self._program.steps[self._planned]
 
     def take(self, step: ProgramStep) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known to have happened just before an iteration, and makes its timings worth nothing."""
+"""Record events just before an iteration that make its timings worthless."""
 
 from __future__ import annotations
 

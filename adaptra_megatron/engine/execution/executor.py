@@ -154,7 +154,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class IterationReport:
-    """What one rank did in one iteration: on a GPU it has been launched, and may not have happened yet."""
+    """Record of one rank's iteration: on a GPU it has been launched, and may not have happened yet."""
 
     peak_in_flight: float
     steps: list[ProgramStep]
@@ -169,11 +169,11 @@ class IterationReport:
 
     @functools.cached_property
     def records(self) -> list[ActionRecord]:
-        """When each step ran. Waits for the end of the last one, the first time."""
+        """Return when each step ran. Waits for the end of the last one, the first time."""
         return self.resolve()
 
     def computed_s(self) -> dict[MessageKey, float]:
-        """When each message that was sent had been computed, by its key in the pipeline."""
+        """Return when each message that was sent had been computed, by its key in the pipeline."""
         return {
             self.addresses.key_in_pipeline(self.addresses.key(step.send)): record.end_s
             for step, record in zip(self.steps, self.records, strict=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which iterations find a GPU cold: the first of their kind, in which kernels are loaded and tuned and buffers made.
+"""Know iterations that find a GPU cold: the first of their kind, in which kernels are loaded and tuned and buffers
+made.
 
 All of that makes the host wait for its whole device, at any call. Receives that are posted by launch order end all the
 same. So these iterations differ from others in two things alone: they run stock's order with whole backwards, which

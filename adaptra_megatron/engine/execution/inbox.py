@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage receives in one iteration: asked for in the launch order of what makes it.
+"""Receive a stage's messages of one iteration: asked for in the launch order of what makes it.
 
 On GPUs a receive that is posted stands on the device until its message comes. Posted by that order and no further
 ahead, none of them keeps the device from what others wait for (see transfers.launch_order). On CPUs receives are in
@@ -64,7 +64,7 @@ class Addresses:
 
     @property
     def _first(self) -> int:
-        """What the replica's first micro-batch is in the job."""
+        """Return what the replica's first micro-batch is in the job."""
         return self.replica * (self.micro_batches or 0)
 
 

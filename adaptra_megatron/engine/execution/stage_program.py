@@ -37,7 +37,7 @@ class ProgramStep:
 
 @dataclass(frozen=True)
 class Program:
-    """What one stage does in an iteration."""
+    """Steps of one stage in an iteration."""
 
     schedule: Schedule
     stage: int

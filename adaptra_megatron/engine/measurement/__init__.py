@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured around the actions of an iteration, and who gets it: plans, reports, traces, Megatron's timers."""
+"""Measure around the actions of an iteration, and pass that on: plans, reports, traces, Megatron's timers."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank's iterations measured: handed in for later plans, and written to traces, once it has happened."""
+"""Collect measurements of one rank's iterations: handed in for later plans, and written to traces, once it has
+happened."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runtime knows, in the terms of telemetry."""
+"""Express the runtime's state in the terms of telemetry."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
 
 
 def running_versions() -> dict[str, str]:
-    """What runs, which need not be what is installed: Megatron is often used from its sources."""
+    """Return what runs, which need not be what is installed: Megatron is often used from its sources."""
     return {
         "adaptra-megatron": __version__,
         "megatron-core": megatron_version(),
@@ -91,7 +91,7 @@ def _hosts_of(layout: JobLayout, stage: int) -> str:
 
 
 def arrival_records(stage: int, received: Sequence[MessageTimes]) -> list[ArrivalRecord]:
-    """When messages reached `stage`, for its trace."""
+    """Return when messages reached `stage`, for its trace."""
     return [
         ArrivalRecord(
             entry.key.iteration,
@@ -157,8 +157,8 @@ def _loss_figures(survival: RecoveryManager) -> FailureMetrics:
 
 
 def path_states(transport: Transport, ranks: Sequence[int]) -> tuple[dict[int, PathState], int | None]:
-    """What links with two paths do between `ranks`, the pipeline's, by the peer's stage; and how often the delegate was
-    started, where there is one."""
+    """Return what links with two paths do between `ranks`, the pipeline's, by the peer's stage; and how often the
+    delegate was started, where there is one."""
     states = {
         ranks.index(peer): PathState(link.path.value, link.switches, link.sessions_lost)
         for peer, link in _paths(transport).items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long this rank stands in gradient synchronisation, and how long it waits for data, in each training iteration.
+"""Measure how long this rank waits in gradient synchronisation, and for data, in each training iteration.
 
 On a CPU, Megatron's `finish_grad_sync` returns when the sums are there: the clock says it all. On a GPU it returns once
 the current stream has been told to wait for NCCL's (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
@@ -80,7 +80,7 @@ class StreamMoments:
 
 
 def moments_of(device: torch.device) -> Moments:
-    """Those of the device on which gradients are computed."""
+    """Return those of the device on which gradients are computed."""
     if device.type != "cuda":
         return ClockMoments()
     return StreamMoments(
@@ -90,7 +90,7 @@ def moments_of(device: torch.device) -> Moments:
 
 
 class IterationWaits(NamedTuple):
-    """Those of one iteration."""
+    """Waits of one iteration."""
 
     moments: Moments
     pairs: tuple[_Pair, ...]
@@ -133,7 +133,7 @@ class SyncWaits:
             self._data_s += time.monotonic() - begun_s
 
     def take(self) -> IterationWaits | None:
-        """What has been since the call before; None where no gradients were synchronised."""
+        """Return what has been since the call before; None where no gradients were synchronised."""
         pairs, data_s = tuple(self._pairs), self._data_s
         self._pairs, self._data_s = [], 0.0
         return IterationWaits(self._moments, pairs, data_s) if pairs and self._moments is not None else None
@@ -177,7 +177,8 @@ class SyncArrivals:
         return cls(watch, waits)
 
     def take(self) -> IterationWaits | None:
-        """What this iteration, which has been launched, waited for; to be given to `add` once that has happened."""
+        """Return what this iteration, which has been launched, waited for; to be given to `add` once that has
+        happened."""
         return self._waits.take()
 
     def add(self, iteration: int, seconds: float, waits: IterationWaits | None, computed_s: float | None) -> None:

@@ -16,7 +16,7 @@ from adaptra_megatron.elastic.failure_errors import of_script, owned
 
 
 class MicroBatchSource(NamedTuple):
-    """What can be said of any replica's micro-batches, by the replica and their number, counted over the training."""
+    """Source of any replica's micro-batches, by the replica and their number, counted over the training."""
 
     micro_batch: Callable[[int, int], Any]
     """What the replica's iterator yields."""
@@ -25,7 +25,7 @@ class MicroBatchSource(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Where a micro-batch belongs."""
+    """Replica and number that a micro-batch belongs to."""
 
     replica: int
     number: int
@@ -56,7 +56,7 @@ class MicroBatchFeed(Iterator[Any]):
         return self._source is not None
 
     def lengths(self, replicas: int, micro_batches: int) -> list[list[float]] | None:
-        """What the micro-batches of this iteration take, [replica][number]; None: that is not known."""
+        """Return what the micro-batches of this iteration take, [replica][number]; None: that is not known."""
         if self._source is None or (length := self._source.length) is None:
             return None
         numbers = range(self._first, self._first + micro_batches)
@@ -99,7 +99,7 @@ class MicroBatchFeed(Iterator[Any]):
 
 
 def source_of(iterator: Any) -> MicroBatchSource | None:
-    """What any replica's iterator yields, as far as this one can say; None where it cannot.
+    """Return what any replica's iterator yields, as far as this one can say; None where it cannot.
 
     Known are adaptra_megatron.routable_data, and iterators of torch's DataLoader over a sequential sampler of
     Megatron's; also within Megatron's RerunDataIterator.
@@ -123,7 +123,7 @@ def _is_sequential(sampler: Any) -> bool:
 
 
 def _samples(sampler: Any, replica: int, number: int) -> list[int]:
-    """Those of a replica's micro-batch: each global batch of samples is split among all replicas."""
+    """Return those of a replica's micro-batch: each global batch of samples is split among all replicas."""
     sampler = copy.copy(sampler)
     sampler.data_parallel_rank = replica
     start, end = sampler.get_start_end_idx()

@@ -57,8 +57,8 @@ class DegradedRoutes:
         self._orders: dict[tuple[int, bool], CellOrder] = {}
 
     def order(self, costs: Costs, *, split: bool, forward_only: bool) -> CellOrder:
-        """What this rank's cell runs. `costs`: of a pipeline, as this rank has them; those of the lowest live rank
-        count. Raises LateRankError when that does not say within the timeout."""
+        """Return what this rank's cell runs. `costs`: of a pipeline, as this rank has them; those of the lowest live
+        rank count. Raises LateRankError when that does not say within the timeout."""
         key = costs.micro_batches, forward_only
         if key not in self._orders:
             if forward_only:
@@ -134,8 +134,9 @@ def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: in
 
 
 def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> Program:
-    """What this rank's cell runs. Micro-batches have numbers of the job, replica by replica, and ends of messages are
-    global ranks. `schedule`: of a pipeline by itself, for its placement and the number of its micro-batches."""
+    """Return what this rank's cell runs. Micro-batches have numbers of the job, replica by replica, and ends of
+    messages are global ranks. `schedule`: of a pipeline by itself, for its placement and the number of its
+    micro-batches."""
     actions = [
         Action(layout.cell.stage, Kind(each.kind), each.chunk, each.replica * schedule.micro_batches + each.micro_batch)
         for each in order.actions
@@ -281,7 +282,7 @@ class Rerouting:
 
     @property
     def moved_from_dead(self) -> tuple[Moved, ...]:
-        """What training's routes around dead cells move, on the rank that has planned them."""
+        """Return what training's routes around dead cells move, on the rank that has planned them."""
         planned = None if self._degraded is None else self._degraded.planned
         return () if planned is None else planned.moved
 
@@ -299,7 +300,7 @@ class Rerouting:
         self._order = CellOrder.unpacked(routing.orders[str(layout.cell)]) if routing.number else None
 
     def order(self, call: PipelineCall, schedule: Schedule) -> tuple[Program, CellOrder] | None:
-        """What this rank runs in the iteration under way; None where that is the plan of its pipeline."""
+        """Return what this rank runs in the iteration under way; None where that is the plan of its pipeline."""
         if not self._routed:
             return None
         order = self._order

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets a cell compute any replica's micro-batches: inputs before each forward, losses after the last one."""
+"""Let a cell compute any replica's micro-batches: inputs before each forward, losses after the last one."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class RoutableInputs:
             self._swap(slowness)
 
     def __call__(self, chunk: int, micro_batch: int) -> Input:
-        """What the forward of `micro_batch`, which is next, gets."""
+        """Return what the forward of `micro_batch`, which is next, gets."""
         home = Home(self._layout.cell.replica, micro_batch)
         if self._routed:
             home = Home(*divmod(micro_batch, self._micro_batches))
@@ -244,7 +244,7 @@ class RoutableInputs:
                 feed.end_iteration(self._micro_batches)
 
     def _feeds_of(self, call: PipelineCall) -> list[MicroBatchFeed | None]:
-        """Where each chunk's data come from. Iterators of evaluations may be new ones."""
+        """Return where each chunk's data come from. Iterators of evaluations may be new ones."""
         found = self._all_feeds.get(call.forward_only)
         if found is None or (call.forward_only and _owners(found) != list(map(id, call.data_iterators))):
             replica = self._layout.cell.replica

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mode updates are made in, from what replicas measure: the same on all that are given the same."""
+"""Decide on the mode in which updates are made, from what replicas measure: the same on all that are given the same."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _UNKNOWN = math.inf
 
 
 class Gradient(NamedTuple):
-    """What a replica says of one that it hands in."""
+    """Description of a gradient that a replica hands in."""
 
     compute_s: float
     """Time that it took."""
@@ -155,7 +155,7 @@ class ModeDecider:
             self._small = None
 
     def decide(self, update: Update) -> Candidate | None:
-        """What to go on with after `update`; None where that stays as it is."""
+        """Return what to go on with after `update`; None where that stays as it is."""
         self._small = fmean(self._squares) if update.together else None
         times_s = self.times_s
         if times_s is None or (found := stragglers(times_s, self._stragglers)) == self._stragglers:

@@ -29,7 +29,7 @@ thousands of updates. A mean over some updates is thus not that over others: 2.8
 
 
 class ModeKind(Enum):
-    """How updates are made."""
+    """Kind of a synchronisation mode."""
 
     SSGD = "ssgd"
     """By all replicas together: synchronous training."""
@@ -73,7 +73,7 @@ class Mode:
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return sum(map(len, self.groups))
 
     def adds_to_others(self, group: Sequence[int]) -> bool:
@@ -88,7 +88,8 @@ class Mode:
         return self.kind is ModeKind.X_ORDER and self.x > self.replicas / 2
 
     def delivering(self, arrived: Iterable[int]) -> list[int]:
-        """Those of the replicas that have `arrived` whose gradients, where they are late, are added to others' now."""
+        """Return those of the replicas that have `arrived` whose gradients, where they are late, are added to others'
+        now."""
         here = set(arrived)
         if self.kind is ModeKind.DYNAMIC:
             groups = [group for group in self.groups if self.adds_to_others(group) and here.issuperset(group)]
@@ -96,7 +97,8 @@ class Mode:
         return sorted(here) if self.adds_to_others(self.groups[0]) else []
 
     def ready(self, arrived: Iterable[int]) -> list[int]:
-        """Those of the replicas that have `arrived` whose gradients make an update; none where others are awaited."""
+        """Return those of the replicas that have `arrived` whose gradients make an update; none where others are
+        awaited."""
         here = set(arrived)
         if self.kind is ModeKind.DYNAMIC:
             groups = [group for group in self.groups if here.issuperset(group)]
@@ -112,7 +114,7 @@ class Mode:
 
 
 class Pace(NamedTuple):
-    """What training in a mode is like once it has settled."""
+    """Pace of training in a mode once it has settled."""
 
     update_s: float
     """Mean time between updates."""

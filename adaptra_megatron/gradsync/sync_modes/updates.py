@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients make which update: it follows from the order in which replicas arrive, everywhere alike.
+"""Assign gradients to updates: that follows from the order in which replicas arrive, everywhere alike.
 
 A replica *arrives* with a gradient and waits for the update that uses it; or, where it is late and the mode says so, it
 gives the gradient to a replica that adds it to its own, its parent, has the present parameters from it and goes on, so
@@ -70,7 +70,7 @@ Event = Update | CatchUp | Met
 
 
 class Updates:
-    """What follows from arrivals and meetings so far."""
+    """Updates that follow from arrivals and meetings so far."""
 
     def __init__(self, replicas: int, max_staleness: int) -> None:
         """`max_staleness`: most updates between the reading of parameters and the one that uses their gradient.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for the start of Megatron's reductions of gradients, where sums around a straggler were asked for."""
+"""Replace the start of Megatron's reductions of gradients, where sums around a straggler were asked for."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GradientReduction:
 
     @property
     def used(self) -> dict[str, int]:
-        """How many reductions of bucket groups each algorithm had a part in."""
+        """Return how many reductions of bucket groups each algorithm had a part in."""
         return dict(sum((each.sums.used for each in self._groups.values()), Counter[str]()))
 
     def start(self, stock: Callable[..., Any], bucket_group: Any, *given: Any, **keywords: Any) -> None:
@@ -110,7 +110,8 @@ class GradientReduction:
         self._background.close()
 
     def _group(self, replicas: Any, device: torch.device) -> _Replicas:
-        """Those of a process group. The first time collective over them; all come to their groups in the same order."""
+        """Return those of a process group. The first time collective over them; all come to their groups in the same
+        order."""
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._groups:
             running = [name for name, each in ALGORITHMS.items() if each.supports(len(ranks))]

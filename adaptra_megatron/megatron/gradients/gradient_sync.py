@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When data-parallel gradient reduction and parameter gathering start, for any order of actions.
+"""Start data-parallel gradient reduction and parameter gathering, for any order of actions.
 
 Megatron's rule (schedules.py: enable_grad_sync, disable_grad_sync, param_sync_func) is kept: a chunk's reduction may
 start with, or right after, the action that completes its last gradient; never earlier. Reductions are collectives of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers have their backward split: one table, for the layers that a job has and for those that its
+"""Choose the linear layers whose backward is split: one table, for the layers that a job has and for those that its
 settings promise. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NATIVE = "native"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """What decides whether the backward of a layer is split. The defaults are those of a layer that is."""
+    """Facts that decide whether the backward of a layer is split. The defaults are those of a layer that is."""
 
     kind: str
     """Class of Transformer Engine, or NATIVE: Megatron's own."""
@@ -219,7 +219,7 @@ def _common(setting: _Setting, *, bias: bool | None = None, elsewhere: bool = Fa
 
 
 def _parallel(setting: _Setting) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What --tp-comm-overlap does to column-parallel and to row-parallel layers."""
+    """Return what --tp-comm-overlap does to column-parallel and to row-parallel layers."""
     if not setting("tp_comm_overlap", False) or int(setting("tensor_model_parallel_size", 1)) < 2:
         return {}, {}
     scattered = bool(setting("tp_comm_overlap_rs_dgrad", False))

@@ -68,7 +68,7 @@ class CollectingStore:
 
     @property
     def context(self) -> Any:
-        """What waits for `backward_dw`: something only in the midst of `compute`."""
+        """Return what waits for `backward_dw`: something only in the midst of `compute`."""
         return self._own.context
 
     def delay_wgrad_compute(self) -> bool:
@@ -162,13 +162,13 @@ class EngineLayers:
 
 
 def why_whole(layer: Any, base: Any, config: Any) -> str | None:
-    """Why the backward of `layer`, of class `base` of Transformer Engine, is not split; None where it is."""
+    """Return why the backward of `layer`, of class `base` of Transformer Engine, is not split; None where it is."""
     rule = rule_for(facts_of(layer, base, config))
     return None if rule is None else rule.reason
 
 
 def facts_of(layer: Any, base: Any, config: Any) -> LayerFacts:
-    """What decides whether the backward of `layer`, of class `base` of Transformer Engine, is split."""
+    """Return what decides whether the backward of `layer`, of class `base` of Transformer Engine, is split."""
     if base.__name__ not in SPLIT:
         return LayerFacts(kind=base.__name__)
     if getattr(layer, "wgrad_store", None) is None or not hasattr(base, "backward_dw"):

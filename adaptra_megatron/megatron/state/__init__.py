@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration or a step changes, kept so that it can be done again, taken back or given to another worker."""
+"""Keep what an iteration or a step changes, to repeat it, take it back or hand it over."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the gradients of an iteration hold each micro-batch of each replica exactly once.
+"""Check that the gradients of an iteration hold each micro-batch of each replica exactly once.
 
 Every gradient bucket has a count, an int32. Each backward that completes weight gradients of a chunk adds 1 to the
 counts of its buckets, before a hook can start their reduction. A count is set to 0 with its buffer, and wherever its
@@ -38,7 +38,7 @@ class MiscountedGradientsError(UnsoundAttemptError):
         super().__init__(self.describe())
 
     def describe(self) -> str:
-        """What is wrong, in one sentence."""
+        """Return what is wrong, in one sentence."""
         return (
             f"stage {self.stage}, chunk {self.chunk}, bucket {self.bucket}: gradients hold {self.found} of "
             f"{self.expected} micro-batches (replicas x micro-batches), so they are not those of the global batch"
@@ -46,7 +46,7 @@ class MiscountedGradientsError(UnsoundAttemptError):
 
 
 class Conserved(NamedTuple):
-    """What `Conservation.verify` has found right, and what ranks compare with each other."""
+    """Counts that `Conservation.verify` has found right, which ranks compare with each other."""
 
     buckets: int
     """How many were checked."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron draws random numbers for inside of F and B, and where another order of actions draws other numbers.
+"""Know what Megatron draws random numbers for inside of F and B, and where another order of actions draws other
+numbers.
 
 All chunks of a rank share their random streams (torch's default generator, the states of Megatron's
 CudaRNGStatesTracker, RandomSTE's generator before 0.16), and the state in front of an action is what the draws of all

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerInstance:
-    """What one optimizer of an instance has in common with those of the others."""
+    """Part that one optimizer of an instance shares with those of the others."""
 
     def __init__(self, optimizer: Any, layout: JobLayout) -> None:
         """Raises ValueError where instances are not made of whole replicas."""
@@ -101,7 +101,7 @@ _WRITTEN_BY_EACH = ("dp_reshardable", "fully_sharded_bucket_space", "fully_shard
 
 
 class MadeWith(NamedTuple):
-    """What a distributed optimizer was made with."""
+    """Arguments that a distributed optimizer was made with."""
 
     groups: list[dict[str, Any]]
     """Groups of the model's parameters; the optimizer has those of its shard instead."""
@@ -110,7 +110,7 @@ class MadeWith(NamedTuple):
 
 
 class ShardCopy:
-    """What one optimizer holds of another rank's shard: that rank's optimizer, whose parameters this rank's steps."""
+    """Copy of another rank's shard in one optimizer: that rank's optimizer, whose parameters this rank's steps."""
 
     def __init__(self, own: Any, stock: type, made_with: MadeWith, layout: JobLayout, *, fill: bool) -> None:
         """Collective over the group, if it is to `fill` the copy. `stock`: Megatron's class. Raises ValueError as
@@ -158,7 +158,7 @@ class ShardCopy:
         return sum((grad.float().square().sum() for grad in grads), none)
 
     def sharded_states(self, *given: Any, **keywords: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What a checkpoint has of this rank's own shard, as if none had died, and of a dead owner's. Raises
+        """Return what a checkpoint has of this rank's own shard, as if none had died, and of a dead owner's. Raises
         UnsupportedFeatureError where members are dead and the format gathers shards at one rank."""
         refuse_gathering(self._group, keywords)
         with self._group.seen_as(self._group.place):

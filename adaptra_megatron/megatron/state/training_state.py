@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker has that trains: parameters, optimizer state, learning-rate schedule; read from one, put into another.
+"""Read and load a training worker's state: parameters, optimizer state, learning-rate schedule; read from one, put
+into another.
 
 Tensors go one by one and in place; what else there is goes before them, as plain values. No format of checkpoints: the
 other end is a process of the same release with the same arguments, and has the same tensors in the same order.
@@ -32,7 +33,7 @@ _DIGEST_NBYTES = 32
 
 
 class StateError(RuntimeError):
-    """What came is not what was sent, or does not fit this process; says which."""
+    """A received state is not the one that was sent, or does not fit this process; says which."""
 
 
 class _Digest:
@@ -109,7 +110,7 @@ class StateReceiver:
         """Of the message that came last."""
 
     def values(self) -> Any:
-        """What the sender's `values` was given."""
+        """Return what the sender's `values` was given."""
         size = torch.zeros(1, dtype=torch.int64)
         self._read(size.view(torch.uint8))
         if not 0 < int(size) <= MOST_VALUES_NBYTES:

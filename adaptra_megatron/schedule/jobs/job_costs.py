@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration of a job costs: data-parallel pipelines (replicas) that run one plan, each with its own costs.
+"""Define the costs of an iteration of a job: data-parallel pipelines (replicas) that run one plan, each with its own
+costs.
 
 Replicas meet once per iteration: the gradient synchronisation of a stage starts when the last replica has ended its
 last action there. The ranks of a stage that share its work (tensor and context parallel peers) act as one.
@@ -38,7 +39,7 @@ class LinkChange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """How the costs of some replicas differ from the job's."""
+    """Costs of some replicas that differ from the job's."""
 
     replicas: tuple[int, ...] | None = None
     """None: all of them."""

@@ -44,7 +44,7 @@ class JobPlan:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound: 0.02 is 2%."""
+        """Return how much longer than the lower bound: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.simulation.makespan_s)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an iteration of a job of many replicas takes, which replica is the slowest, and why."""
+"""Simulate an iteration of a job of many replicas: how long it takes, which replica is the slowest, and why."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class JobSimulation:
 
 @dataclass(frozen=True)
 class SlowdownCause:
-    """What slows a replica most: the link or stage without whose slowness it would gain the most."""
+    """Cause that slows a replica most: the link or stage without whose slowness it would gain the most."""
 
     what: str
     """Such as "link 3-4" or "stage 7"."""
@@ -89,7 +89,7 @@ def simulate_job_online(job: JobCosts, *, progress: Progress | None = None) -> J
 
 
 def fixed_order(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Callable[[Costs], Finish]:
-    """What replays `schedule` for costs of the pipeline of `costs`, for which it is checked.
+    """Return what replays `schedule` for costs of the pipeline of `costs`, for which it is checked.
 
     Raises SimulationError if it does not fit or deadlocks, which depends on no cost; ScheduleError as `simulate`.
     """
@@ -102,7 +102,7 @@ def fixed_order(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> 
 
 
 def online_order(costs: Costs) -> Finish:
-    """When the stages end under online dispatch."""
+    """Return when the stages end under online dispatch."""
     return tuple(_native.dispatch_finish(problem_from_costs(costs))[0])
 
 
@@ -139,7 +139,8 @@ def first_behind(
 
 
 def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> SlowdownCause | None:
-    """Why the slowest replica is: `run` tells its stages' ends under other costs (`fixed_order`, `online_order`).
+    """Return why the slowest replica is: `run` tells its stages' ends under other costs (`fixed_order`,
+    `online_order`).
 
     The links and stages that cost it more than a replica without overrides (if it is one: than free links and stages
     like most others) are set back one by one. None if no single one makes a difference.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica takes which whole micro-batches, where it is known beforehand how long each will take."""
+"""Divide whole micro-batches between replicas, where it is known beforehand how long each will take."""
 
 from __future__ import annotations
 

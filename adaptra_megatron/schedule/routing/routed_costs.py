@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration of a job costs whose micro-batches may pass each stage at any replica's cell."""
+"""Define the costs of an iteration of a job whose micro-batches may pass each stage at any replica's cell."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RoutedPlan:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound: 0.02 is 2%."""
+        """Return how much longer than the lower bound: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.simulation.period_s)
 
 

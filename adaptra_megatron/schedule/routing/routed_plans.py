@@ -58,7 +58,7 @@ class Routing:
         return Cell(self.hosts[stage][replica * self.micro_batches + micro_batch], stage)
 
     def moves(self) -> list[Move]:
-        """What does not run at its own replica's cell, by stage and the two cells."""
+        """Return what does not run at its own replica's cell, by stage and the two cells."""
         found: dict[tuple[int, int, int], list[int]] = {}
         for stage, row in enumerate(self.hosts):
             for job, host in enumerate(row):
@@ -71,7 +71,7 @@ class Routing:
         ]
 
     def counts(self) -> Counter[Cell]:
-        """How many micro-batches each cell runs."""
+        """Return how many micro-batches each cell runs."""
         return Counter(Cell(host, stage) for stage, row in enumerate(self.hosts) for host in row)
 
 
@@ -95,7 +95,7 @@ class RoutedSchedule:
         return len(self.routing.hosts)
 
     def order(self, cell: Cell) -> tuple[RoutedAction, ...]:
-        """What `cell` runs, in this order."""
+        """Return what `cell` runs, in this order."""
         return self.orders[cell.replica * self.stages + cell.stage]
 
     def needed(self, stage: int, action: RoutedAction) -> RoutedMessage | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a routed schedule takes: exact replay of fixed orders of cells.
+"""Simulate a routed schedule: exact replay of fixed orders of cells.
 
 A cell runs its actions one after another. F needs its activation from the cell that ran the micro-batch at the stage
 before, a backward its gradient from the cell of the stage after, W its own I. Between any two cells there is one
@@ -148,7 +148,7 @@ def simulate_routed(schedule: RoutedSchedule, costs: RoutedCosts) -> RoutedSimul
 
 
 def routed_simulation(schedule: RoutedSchedule, costs: RoutedCosts, found: _native.RoutedTimes) -> RoutedSimulation:
-    """What native times of `schedule` say."""
+    """Return what native times of `schedule` say."""
     cells = zip(costs.cells, schedule.orders, strict=True)
     return RoutedSimulation(
         schedule=schedule,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stages send each other: messages, the order of launches, stock's blocking calls, deadlocks."""
+"""Derive what stages send each other: messages, the order of launches, stock's blocking calls, deadlocks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stock Megatron-core's schedules cost: their sends and receives block the stage that calls them.
+"""Simulate stock Megatron-core's schedules: their sends and receives block the stage that calls them.
 
 The programs below are the calls of megatron-core 0.16.1 `pipeline_parallel/schedules.py`,
 `forward_backward_pipelining_without_interleaving` and, with `overlap_p2p_comm` off,
@@ -32,7 +32,7 @@ Step = Action | BlockingCall
 
 
 def stock_programs(schedule: Schedule) -> list[list[Step]]:
-    """What each stage runs and calls when stock runs `schedule`.
+    """Return what each stage runs and calls when stock runs `schedule`.
 
     Raises ScheduleError if `schedule` is not one that stock runs: the calls of any other order are not defined.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in a run, as typed events in a log."""
+"""Log what happens in a run as typed events."""

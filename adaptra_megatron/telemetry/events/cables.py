@@ -24,7 +24,7 @@ MOST_PAIRS = 3
 
 
 class Cable(NamedTuple):
-    """What is between two hosts; within one host, or where hosts are not known, between two stages."""
+    """Connection of two hosts; within one host, or where hosts are not known, between two stages."""
 
     hosts: tuple[str, ...]
     ends: tuple[int, ...]
@@ -39,7 +39,7 @@ class CableCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What is lost in each iteration."""
+        """Return what is lost in each iteration."""
         return max(0.0, self.now_s - self.before_s)
 
     @property
@@ -61,8 +61,8 @@ def cable_of(event: LinkDetection) -> Cable:
 
 
 def cost_since(seconds: Mapping[int, float], since: int) -> CableCost | None:
-    """What iterations took before iteration `since` and take since then. `seconds`: by iteration, in ascending order.
-    None where one of them is not known."""
+    """Return what iterations took before iteration `since` and take since then. `seconds`: by iteration, in ascending
+    order. None where one of them is not known."""
     before = [each for at, each in seconds.items() if at < since][-RECENT:]
     after = [each for at, each in seconds.items() if at >= since][-RECENT:]
     return CableCost(median(before), median(after)) if before and after else None

@@ -89,7 +89,7 @@ class SwitchWatch:
 
 
 class LeaderWatch:
-    """What the leader's events say of the plan in force and of stages. `take` is for any thread."""
+    """Watch over what the leader's events say of the plan in force and of stages. `take` is for any thread."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages

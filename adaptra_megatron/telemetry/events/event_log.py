@@ -121,7 +121,7 @@ class EventFile:
 
 
 class EventLog:
-    """What the runtime holds: stamps events and has them written. For any number of threads.
+    """Log of the runtime: stamps events and has them written. For any number of threads.
 
     Nothing here blocks or raises into training: see BackgroundWriter.
     """
@@ -181,7 +181,7 @@ class EventLog:
 
 
 class Damage(NamedTuple):
-    """What is wrong with a file, or with one line of it."""
+    """Damage of a file, or with one line of it."""
 
     path: Path
     why: str

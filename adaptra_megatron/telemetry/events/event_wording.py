@@ -33,7 +33,7 @@ from adaptra_megatron.telemetry.events.log_lines import memory_text
 
 
 def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, str]:
-    """What happened, and why. `alike`: all findings of links that one row stands for, `event` among them."""
+    """Return what happened, and why. `alike`: all findings of links that one row stands for, `event` among them."""
     if isinstance(event, LinkDetection):
         name = links_in_words(alike or [event], "↔", "→")
         touched = touched_in_words(alike)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can happen to a run, each kind an event of its own, and the JSON line that says so.
+"""Define the events of a run, one class for each kind, and the JSON line that says so.
 
 A line is one flat object: the stamp (`run`, `rank`, `sequence`, `iteration`, `wall_s`, `monotonic_s`), `event` with the
 kind's name, and the kind's own fields. Names of kinds and fields are an interface: add, never rename.
@@ -25,7 +25,7 @@ class EventError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """Where and when an event happened."""
+    """Place and time of an event."""
 
     run: str
     """Same on all ranks of one start of the job, new each time."""
@@ -161,7 +161,7 @@ class StragglerDetection:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalsSeen:
-    """How all cells came to gradient synchronisation lately; at each finding, and now and then."""
+    """Recent arrivals of all cells at gradient synchronisation; at each finding, and now and then."""
 
     name: ClassVar[str] = "arrivals"
     until: int
@@ -283,7 +283,7 @@ class PlanSwitched:
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchMeasured:
-    """What a switch turned out to bring, said some iterations after it."""
+    """Measured gain of a switch, said some iterations after it."""
 
     name: ClassVar[str] = "gain"
     number: int
@@ -295,7 +295,7 @@ class SwitchMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationsTimed:
-    """How long training iterations in a row took, by the leading rank: of all of them, also where none is traced."""
+    """Durations of training iterations in a row, by the leading rank: of all of them, also where none is traced."""
 
     name: ClassVar[str] = "times"
     first: int
@@ -307,7 +307,7 @@ class IterationsTimed:
 
 @dataclass(frozen=True, kw_only=True)
 class PathChanged:
-    """What a stage sends over a link goes another way from now on."""
+    """Messages of a stage over a link go another way from now on."""
 
     name: ClassVar[str] = "path"
     source: int
@@ -410,7 +410,7 @@ def encode(stamped: StampedEvent) -> str:
 
 
 def decode(line: str) -> StampedEvent:
-    """What `encode` wrote. Fields that this version does not know are passed over. Raises EventError."""
+    """Return what `encode` wrote. Fields that this version does not know are passed over. Raises EventError."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the leading rank says in the training's own log: one line per thing that happened, in Megatron's numbers.
+"""Log the leading rank's events in the training's own log: one line per thing that happened, in Megatron's numbers.
 
 Everything is made from events, so the log, the event log and the report tell the same story.
 """
@@ -145,8 +145,8 @@ class RunLog:
                 self._changed.setdefault(name, iteration)
 
     def _alike(self, names: Iterable[Hashable]) -> list[list[Hashable]]:
-        """Those that one line names: links between the same stages whose states are alike. They are taken out of what
-        has changed."""
+        """Return those that one line names: links between the same stages whose states are alike. They are taken out
+        of what has changed."""
         found: dict[object, list[Hashable]] = {}
         for name in names:
             del self._changed[name]
@@ -156,7 +156,7 @@ class RunLog:
         return list(found.values())
 
     def _events(self, name: Hashable) -> list[Detection]:
-        """What is unhealthy there; where nothing is, what was found last."""
+        """Return what is unhealthy there; where nothing is, what was found last."""
         return list(self._unhealthy[name].values()) or [self._latest[name]]
 
     def _state(self, name: Hashable) -> str:
@@ -250,7 +250,7 @@ class RunLog:
 
 
 def memory_text(event: MemoryWanted) -> str:
-    """What more memory would buy."""
+    """Return what more memory would buy."""
     what = "the way through the pipeline" if event.source is None else f"link {event.source}<->{event.target}"
     given = ", ".join(f"{cap} would give {duration(seconds)}" for cap, seconds in event.caps.items())
     return (
@@ -269,7 +269,7 @@ def _small(seconds: float) -> str:
 
 
 def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
-    """What other replicas have done about what was found."""
+    """Return what other replicas have done about what was found."""
     text = f"{numbers_in_words('replica', others)}: other plans in force"
     expected = [(each.predicted_s, each.before_predicted_s) for each in others.values()]
     known = [(after_s, before_s) for after_s, before_s in expected if after_s is not None and before_s is not None]
@@ -280,7 +280,7 @@ def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
 
 
 def _hosts_of_stage(events: Iterable[Detection]) -> str:
-    """Where a stage runs; "" where that is not known."""
+    """Return where a stage runs; "" where that is not known."""
     places: dict[str, set[int]] = {}
     for event in events:
         if isinstance(event, StageDetection) and event.stage_rank is not None:
@@ -302,7 +302,7 @@ def _place(event: Detection) -> object:
 
 
 def _pipelines(events: Sequence[Detection]) -> str:
-    """Which of the job's pipelines a line is about, where it is not the first one alone."""
+    """Return which of the job's pipelines a line is about, where it is not the first one alone."""
     pipelines = {event.pipeline or 0 for event in events}
     if len(pipelines) > 1:
         return f" of {len(pipelines)} pipelines"

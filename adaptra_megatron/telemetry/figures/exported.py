@@ -109,7 +109,7 @@ class Samples(NamedTuple):
 
 
 class ExportedFigures:
-    """What was last shown. Written by the training thread, read by others."""
+    """Figures that were shown last. Written by the training thread, read by others."""
 
     def __init__(
         self,
@@ -165,13 +165,13 @@ class ExportedFigures:
             yield from self._of_leader(snapshot.leader)
 
     def _of_arrivals(self, arrivals: ArrivalFigures) -> Iterator[Samples]:
-        """Which replicas come last to gradient synchronisation, and by how much."""
+        """Return which replicas come last to gradient synchronisation, and by how much."""
         lags_s: _Values = {tuple(map(str, cell)): lag_s for cell, lag_s in arrivals.by_cell.items()}
         yield self._samples("adaptra_arrival_lag_seconds", lags_s)
         yield self._samples("adaptra_replica_late", {(str(replica),): 1.0 for replica in arrivals.late})
 
     def _of_job(self, job: JobFigures) -> Iterator[Samples]:
-        """What all ranks' measurements say, by the rank that leads."""
+        """Return what all ranks' measurements say, by the rank that leads."""
         if job.bubble_fraction is not None:
             yield self._samples("adaptra_bubble_ratio", {(): job.bubble_fraction})
         ends = {
@@ -195,7 +195,7 @@ class ExportedFigures:
                 yield self._samples("adaptra_routes_predicted_gain_seconds", {(): gain_s})
 
     def _of_leader(self, leader: LeaderFigures) -> Iterator[Samples]:
-        """What the plan promises and has brought, and what the detector says of stages."""
+        """Return what the plan promises and has brought, and what the detector says of stages."""
         if leader.predicted_s is not None:
             yield self._samples("adaptra_predicted_seconds", {(): leader.predicted_s})
         if leader.lower_bound_s is not None:

@@ -68,7 +68,7 @@ class RouteFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalFigures:
-    """How data-parallel replicas come to gradient synchronisation, as the job's lowest rank has found."""
+    """Arrivals of data-parallel replicas at gradient synchronisation, as the job's lowest rank has found."""
 
     lags_s: Sequence[Sequence[float]]
     """By stage and replica: by how much it comes after most others, the median of the latest iterations."""
@@ -87,7 +87,7 @@ class ArrivalFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFigures:
-    """What the leader has found from one iteration's measurements of all ranks."""
+    """Figures that the leader has found from one iteration's measurements of all ranks."""
 
     bubble_fraction: float | None = None
     """Mean over the stages, 0..1."""
@@ -100,7 +100,7 @@ class JobFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureMetrics:
-    """What a job that survives rank failures has lost, since the start of the run."""
+    """Rank failures of a job that survives them, since the start of the run."""
 
     dead_cells: Collection[tuple[int, int]] = ()
     """By replica and stage."""
@@ -112,7 +112,7 @@ class FailureMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderFigures:
-    """What the leading rank of a replica knows of its plans and findings."""
+    """Knowledge of a replica's leading rank of its plans and findings."""
 
     predicted_s: float | None = None
     """Seconds of an iteration under the plan in force, as predicted; None before the first plan."""

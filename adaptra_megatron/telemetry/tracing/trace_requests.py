@@ -88,7 +88,7 @@ def request_directory(trace_directory: Path | str) -> Path:
 
 
 def parse_request(name: str, running: int) -> Iterations:
-    """What `name` asks for while iteration `running` (Megatron's number) runs. Raises RequestError.
+    """Return what `name` asks for while iteration `running` (Megatron's number) runs. Raises RequestError.
 
     "next" begins two iterations later, when every rank knows of it; "last" ends with the iteration before `running`.
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording says, in figures, in words and on a page."""
+"""Analyse a recording in figures, in words and on a page."""

@@ -42,7 +42,7 @@ class PartAnalysis:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What is known of a recording."""
+    """Result of the analysis of a recording."""
 
     recording: Recording
     """The steps that could be replayed."""
@@ -106,7 +106,7 @@ def analyse(recording: Recording, *, activation_gib: float | None = None, progre
 def doubt_of(
     recorded_s: Sequence[float], replayed_s: Sequence[float], prompt_s: Sequence[float], ideal_s: float
 ) -> str:
-    """Why a replay does not explain what was recorded, and what is missing; empty if it does. Of each step: as
+    """Return why a replay does not explain what was recorded, and what is missing; empty if it does. Of each step: as
     recorded, replayed with and without launch delays."""
 
     def off(made_s: Sequence[float]) -> float:
@@ -138,7 +138,7 @@ def doubt_of(
 def _parts(
     recording: Recording, steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch]
 ) -> tuple[PartAnalysis, ...]:
-    """What slowed each part of a run, beside the ideals of the whole."""
+    """Return what slowed each part of a run, beside the ideals of the whole."""
     ideals = ideal_seconds(steps, batches)
     whys = {each.step: each.why for each in recording.beginnings}
     found: list[tuple[str, list[RecordedStep]]] = []

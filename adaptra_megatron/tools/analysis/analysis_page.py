@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording says on one HTML page: the parts of the report of runs, filled in by a replay."""
+"""Write the analysis of a recording on one HTML page: the parts of the report of runs, filled in by a replay."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _panel(analysis: Analysis) -> Panel:
 
 
 def _records(step: RecordedStep, replica: int) -> list[ActionRecord]:
-    """What our own traces would hold: an action waits from the end of the one before."""
+    """Return what our own traces would hold: an action waits from the end of the one before."""
     records = []
     for cell, operations in step.by_cell().items():
         over_s = step.start_s

@@ -136,7 +136,8 @@ def _slow_links(found: ReplayedStragglers) -> list[tuple[int, int]]:
 
 
 def sentences(analysis: Analysis) -> list[str]:
-    """What is slow, since when and what it costs, then the best remedy; of a recording that is not understood, why."""
+    """Return what is slow, since when and what it costs, then the best remedy; of a recording that is not understood,
+    why."""
     said = (
         [_of_all(analysis), f"{analysis.doubt[0].upper()}{analysis.doubt[1:]}."]
         if analysis.doubt

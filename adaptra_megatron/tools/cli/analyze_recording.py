@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `adaptra analyze` does and prints. Apart from its options, for it needs numpy."""
+"""Run `adaptra analyze`. Apart from its options, for it needs numpy."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _jobs_in(path: Path) -> tuple[dict[str, SimpleNamespace], bool]:
 
 
 def _document_in(path: Path) -> Any:
-    """What is in a file of JSON, or of YAML by its name."""
+    """Return what is in a file of JSON, or of YAML by its name."""
     is_yaml = path.suffix in (".yaml", ".yml")
     try:
         text = path.read_text(encoding="utf-8-sig")

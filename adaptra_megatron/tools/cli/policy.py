@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _answer(directory: Path, policy: str, before: int, deadline_s: float) -> str:
-    """What the job's log says to the request. `before`: number of changes in it by then. Raises OSError."""
+    """Return what the job's log says to the request. `before`: number of changes in it by then. Raises OSError."""
     while True:
         events = renumbered(read_events(directory, lambda _problem: None))
         for found in _changes(events)[before:]:

@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _status(directory: Path) -> Status:
-    """What the log says now, as far as it can be read."""
+    """Return what the log says now, as far as it can be read."""
     damage: list[event_log.Damage] = []
     try:
         events = event_log.read_events(directory, damage.append)

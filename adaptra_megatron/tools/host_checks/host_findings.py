@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check has to say, and where on a host it looks."""
+"""Define the findings of a check, and where on a host it looks."""
 
 from __future__ import annotations
 

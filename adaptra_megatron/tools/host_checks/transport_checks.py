@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the host path's transports can be used here, and what keeps the others from it."""
+"""Find which of the host path's transports can be used here, and what keeps the others from it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_shm() -> HostFinding:
 
 
 def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> HostFinding:
-    """Where delegates would listen if stages were on several hosts, and that a socket can listen there."""
+    """Return where delegates would listen if stages were on several hosts, and that a socket can listen there."""
     try:
         from adaptra_megatron.transport.message_keys import TransportError
         from adaptra_megatron.transport.setup.host_placement import INTERFACE_VARIABLE, listen_tcp, listening_host

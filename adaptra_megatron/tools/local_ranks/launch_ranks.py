@@ -35,7 +35,7 @@ Ended = Callable[[int, int], "Mapping[str, str] | None"]
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended."""
+    """End of one rank."""
 
     rank: int
     returncode: int
@@ -45,12 +45,12 @@ class RankResult:
 
     @property
     def output(self) -> str:
-        """What it wrote, stdout and stderr together."""
+        """Return what it wrote, stdout and stderr together."""
         return self.log.read_text(errors="replace")
 
 
 class RankServer(Protocol):
-    """What starts ranks faster than plain Python does, and tells how they ended."""
+    """Server that starts ranks faster than plain Python does, and tells how they ended."""
 
     def start(self, argv: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Sequence[Path]) -> list[int]:
         """Start one process per environment; its output goes to its log. Returns their process ids."""
@@ -173,7 +173,7 @@ class _Job:
         return hung
 
     def results(self) -> list[RankResult]:
-        """How the ranks ended; all have."""
+        """Return how the ranks ended; all have."""
         codes = [self._poll(pid) for pid in self._pids]
         return [
             RankResult(rank, -signal.SIGKILL if code is None else code, log)

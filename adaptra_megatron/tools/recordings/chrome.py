@@ -106,7 +106,7 @@ def _naturally(path: Path) -> list[tuple[int, str]]:
 
 
 def _read_all(path: Path, paths: Sequence[Path], notes: list[str], progress: Progress | None) -> list[FileRanges]:
-    """What the files say; those of a directory that are no traces at all are left out."""
+    """Return what the files say; those of a directory that are no traces at all are left out."""
     found: list[FileRanges] = []
     others: list[NoTraceError] = []
     if progress is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a file, told from its first bytes and not from its name: compression, and formats of other tools."""
+"""Recognise a file by its first bytes and not by its name: compression, and formats of other tools."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def is_other_document(document: Mapping[str, Any]) -> bool:
 
 
 def named_document(document: Mapping[str, Any]) -> str:
-    """What a JSON object without traceEvents is, in words, with what to record instead."""
+    """Return what a JSON object without traceEvents is, in words, with what to record instead."""
     for keys, what in _DOCUMENTS:
         if all(key in document for key in keys):
             return f"is {what}: {INSTEAD}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names of events, arguments, processes and threads say of an action: what it is, where and when it ran."""
+"""Read what names of events, arguments, processes and threads say of an action: what it is, where and when it ran."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Labels = dict[str, int]
 
 
 class Named(NamedTuple):
-    """What the name of an event says."""
+    """Parts of the name of an event."""
 
     optype: OpType
     labels: Mapping[str, int]
@@ -136,7 +136,7 @@ def _in_lower_case(key: str) -> str:
 
 
 def labels_of_args(args: Any) -> Labels:
-    """What an event's arguments say."""
+    """Return what an event's arguments say."""
     if not isinstance(args, dict):
         return {}
     found: Labels = {}
@@ -150,7 +150,8 @@ def labels_of_args(args: Any) -> Labels:
 
 
 def labels_of_text(text: Any) -> Labels:
-    """What the name of a process or thread says, such as "PP rank 1, TP rank 0", "DP0-PP1-TP0", "stage 3", "rank 7"."""
+    """Return what the name of a process or thread says, such as "PP rank 1, TP rank 0", "DP0-PP1-TP0", "stage 3",
+    "rank 7"."""
     if not isinstance(text, str) or len(text) > 200:
         return {}
     found: Labels = {}

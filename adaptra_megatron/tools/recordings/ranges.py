@@ -61,7 +61,7 @@ class Range(NamedTuple):
 
 @dataclass
 class FileRanges:
-    """What one file says. Made in a process of its own, so it holds no event."""
+    """Ranges of one file. Made in a process of its own, so it holds no event."""
 
     path: Path
     ranges: list[Range] = field(default_factory=list)
@@ -235,7 +235,7 @@ class _Reader:
 
 
 def _kind_of_group(group: Mapping[str, Any]) -> str:
-    """What a group of Kineto's pg_config is: Megatron's names and those of torch's meshes."""
+    """Return what a group of Kineto's pg_config is: Megatron's names and those of torch's meshes."""
     name = " ".join(str(group.get(key, "")) for key in ("pg_desc", "pg_name")).lower()
     for kind, words in {
         "stage": ("pipeline_model_parallel_group", "pipeline_parallel", "mesh_pp"),
@@ -248,7 +248,7 @@ def _kind_of_group(group: Mapping[str, Any]) -> str:
 
 
 def read_ranges(path: Path) -> FileRanges:
-    """What the file says. Raises RecordingError for what is no Chrome trace, OSError if it cannot be read."""
+    """Return what the file says. Raises RecordingError for what is no Chrome trace, OSError if it cannot be read."""
     reader = _Reader(path)
     reader.read()
     actions = [reader.placed(each) for each in reader.actions]
@@ -337,8 +337,8 @@ def _by_thread(actions: Iterable[Range]) -> dict[Thread, list[Range]]:
 
 
 def _outermost(actions: Iterable[Range]) -> Iterable[Range]:
-    """Those of one thread, by start, that lie in no other. After a merge, one thread may have the ranges of several
-    cells: those do not lie in each other."""
+    """Return those of one thread, by start, that lie in no other. After a merge, one thread may have the ranges of
+    several cells: those do not lie in each other."""
     until_us: dict[tuple[int | None, ...], float] = {}
     for each in actions:
         if not each.optype.computes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stage and replica each range of a recording ran on.
+"""Find which stage and replica each range of a recording ran on.
 
 What is said counts: by arguments, names of threads and processes, Kineto's distributedInfo, virtual stages of
 torch.distributed.pipelining. What is not said is asked for, or taken from ranks and process numbers, and then a note
@@ -30,14 +30,14 @@ SAY_STAGE = "name it in args (pp_rank), or name processes or threads such as 'st
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the user says of a job."""
+    """Statements of the user about a job."""
 
     stages: int | None = None
     replicas: int | None = None
 
 
 class Source(NamedTuple):
-    """What is one rank as far as is known: a file's process."""
+    """Source that is one rank as far as is known: a file's process."""
 
     file: int
     process: str
@@ -53,7 +53,7 @@ class Placed(NamedTuple):
 
 @dataclass
 class Places:
-    """Where the ranges of a recording ran."""
+    """Places at which the ranges of a recording ran."""
 
     placed: list[Placed]
     placement: Placement | None = None

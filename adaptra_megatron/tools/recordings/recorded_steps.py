@@ -47,7 +47,7 @@ class RecordedAction(NamedTuple):
 
 @dataclass
 class Steps:
-    """What became of the actions of a recording."""
+    """Steps made of the actions of a recording."""
 
     steps: list[RecordedStep] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -252,7 +252,8 @@ class _Together(NamedTuple):
 
 
 def _together(rows: Iterable[RecordedAction], *, of_steps: bool = False) -> _Together | None:
-    """What ran side by side of one cell, given by start; None where that is rounding. `of_steps`: of several steps."""
+    """Return what ran side by side of one cell, given by start; None where that is rounding. `of_steps`: of several
+    steps."""
     computed = [each for each in rows if each.optype.computes]
     both_s, pair = 0.0, None
     latest = computed[0] if computed else None

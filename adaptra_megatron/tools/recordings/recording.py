@@ -31,7 +31,7 @@ class NoTraceError(RecordingError):
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """Where a run changed, as its log says."""
+    """Point at which a run changed, as its log says."""
 
     step: int
     why: str

@@ -78,7 +78,7 @@ def read_run_directory(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording
 
 
 def _beginnings(log: Sequence[StampedEvent]) -> list[Beginning]:
-    """Where a link was found to have changed, or a plan was switched."""
+    """Return where a link was found to have changed, or a plan was switched."""
     whys: dict[int, list[str]] = defaultdict(list)
     for stamped in log:
         event, at = stamped.event, began_at(stamped)

@@ -93,7 +93,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What is known of a run."""
+    """Record of a run."""
 
     directory: Path
     ranks: tuple[int, ...]
@@ -187,7 +187,7 @@ def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
 
 
 def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
-    """Those all of whose ranks took part for longest, where some have died; else all."""
+    """Return those all of whose ranks took part for longest, where some have died; else all."""
     if not pipelines or not any(isinstance(found.event, RanksLost) for found in events):
         return pipelines
     lasts = [
@@ -199,7 +199,8 @@ def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEve
 
 
 def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent]) -> list[Part]:
-    """Where a run changed: at detections, at switches, at another order of actions, at a step in iteration time."""
+    """Return where a run changed: at detections, at switches, at another order of actions, at a step in iteration
+    time."""
     changes: dict[int, list[StampedEvent]] = defaultdict(list)
     if not iterations:
         return []
@@ -246,8 +247,8 @@ def replicas_of(events: Sequence[StampedEvent]) -> dict[int, int]:
 
 
 def of_replica(rank: int, events: Sequence[StampedEvent]) -> list[StampedEvent]:
-    """What was said by ranks of the replica of `rank`, whose plans are its own; all where replicas are not named, or
-    one rank decides for all."""
+    """Return what was said by ranks of the replica of `rank`, whose plans are its own; all where replicas are not
+    named, or one rank decides for all."""
     replicas = replicas_of(events)
     starts = (found.event for found in events if isinstance(found.event, RunStarted))
     if any(start.config.get("reroute", "off") != "off" for start in starts):

@@ -15,7 +15,7 @@ from adaptra_megatron.schedule.ir import Placement, ScheduleError, interleaved
 
 
 class OpType(str, enum.Enum):
-    """What an operation does. The values are the names in traces."""
+    """Type of an operation. The values are the names in traces."""
 
     FORWARD = "forward-compute"
     BACKWARD = "backward-compute"
@@ -149,11 +149,11 @@ class RecordedStep:
 
     @cached_property
     def placement(self) -> Placement:
-        """Which stage holds which part of the model."""
+        """Return which stage holds which part of the model."""
         return self.custom_placement or interleaved(self.stages, 1 + max(each.chunk for each in self.operations))
 
     def missing(self) -> str:
-        """What a cell did not do of what others of its replica did, in words; empty if nothing is missing."""
+        """Return what a cell did not do of what others of its replica did, in words; empty if nothing is missing."""
         did: dict[Cell, dict[bool, set[tuple[int, int]]]] = {cell: {True: set(), False: set()} for cell in self.cells}
         for each in self.operations:
             if each.optype in SENDING:

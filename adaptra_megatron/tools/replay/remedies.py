@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each remedy would have made of a recorded step, on the step's own times.
+"""Compute what each remedy would have made of a recorded step, on the step's own times.
 
 A remedy changes the pipelines' part of the step, from the first action to the last; what comes before and after
 (collectives, the optimizer) stays as long as it was. Cells and stages are changed in a replay of the recording itself;
@@ -73,7 +73,7 @@ class Remedies:
 
 
 def remedies_for(step: RecordedStep, batches: Sequence[ReplayBatch]) -> Remedies:
-    """What each remedy would make of `step`, which is one of those in `batches`."""
+    """Return what each remedy would make of `step`, which is one of those in `batches`."""
     of_step = _Step(step, batches)
     why_not, found = "", []
     try:

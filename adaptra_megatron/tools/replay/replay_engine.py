@@ -66,7 +66,7 @@ Work = Callable[[int, ReplayEvent], Times]
 
 
 def replay(batch: ReplayBatch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
-    """When each event ends, [event, question, step], from the start of the step.
+    """Return when each event ends, [event, question, step], from the start of the step.
 
     `work_s` None: what was recorded, one question. Without `launch_delays` hosts take no time, and all cells start at
     once.

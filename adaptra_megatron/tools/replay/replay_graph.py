@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits for what in a recorded step, and for how long: the graph that a replay runs over.
+"""Build the graph of what waits for what in a recorded step, and for how long: the graph that a replay runs over.
 
 An *event* is what ends for all that take part in it at once: an action of one cell, a message (its send and its
 receive), or a collective. Each taker comes to it when what its cell did before is over, and a *launch delay* later,
@@ -44,7 +44,7 @@ from adaptra_megatron.tools.replay.operations import (
 
 
 class ReplayCall(NamedTuple):
-    """What a cell exchanges at once, by the messages' places in the step."""
+    """Messages that a cell exchanges at once, by the messages' places in the step."""
 
     messages: tuple[int, ...]
 
@@ -56,7 +56,7 @@ _Calls = dict[Operation | None, list[ReplayCall]]
 
 
 def programs_of(step: RecordedStep) -> dict[Cell, list[Slot]]:
-    """What each cell does, in order. Raises ReplayError for orders that stock's schedules do not have."""
+    """Return what each cell does, in order. Raises ReplayError for orders that stock's schedules do not have."""
     sent = {each.sender: index for index, each in enumerate(step.messages)}
     used = {each.user: index for index, each in enumerate(step.messages)}
     chunks = 1 + max(each.chunk for each in step.operations)
@@ -75,7 +75,7 @@ def programs_of(step: RecordedStep) -> dict[Cell, list[Slot]]:
 
 
 def _units(step: RecordedStep, actions: Sequence[Operation]) -> list[list[Operation]]:
-    """What the interleaved schedule computes between two exchanges."""
+    """Return what the interleaved schedule computes between two exchanges."""
     forward = [each.optype is OpType.FORWARD for each in actions]
     warm_up = forward.index(False) - 1 if False in forward else len(forward)
     pairs = 0
@@ -125,7 +125,7 @@ class Taker(NamedTuple):
 
 
 class ReplayEvent(NamedTuple):
-    """What ends for all its takers at once. Times are not here: steps of one graph differ in them alone."""
+    """Node that ends at one time for all that wait for it. Steps of one graph differ in times alone."""
 
     optype: OpType
     """A message is named by its send."""
@@ -155,7 +155,7 @@ class StepGraph:
 
 
 class StepTimes(NamedTuple):
-    """What one step adds to its graph, in seconds."""
+    """Times that one step adds to its graph, in seconds."""
 
     delays_s: tuple[float, ...]
     """Launch delay of each taker of each event, in the order of the graph."""
@@ -411,7 +411,7 @@ def _message_key(message: ReplayMessage) -> _Key:
 
 
 def _lines_around_messages(step: RecordedStep) -> tuple[dict[_Key, list[_Line]], dict[_Key, tuple[Operation, float]]]:
-    """Who takes part in each event, and of recorded ones an operation and the end."""
+    """Return who takes part in each event, and of recorded ones an operation and the end."""
     lines: dict[_Key, list[_Line]] = {}
     lasts_s: dict[_Key, tuple[Operation, float]] = {}
     keys = [_message_key(each) for each in step.messages]

@@ -131,7 +131,7 @@ def _little_s(step: RecordedStep) -> float:
 
 
 def _quick_s(rows: Mapping[Link, list[float]]) -> dict[Link, float]:
-    """What the quickest messages of each link take."""
+    """Return what the quickest messages of each link take."""
     return {link: sorted(row)[int(_QUICK * len(row))] for link, row in rows.items() if row}
 
 
@@ -258,7 +258,7 @@ class _Exchanges:
         return {message: seconds.get(link, 0.0) for message, link in self._links.items()}
 
     def _ends(self, seconds: Mapping[int, float]) -> tuple[dict[int, float], dict[int, float]]:
-        """When both ends of each message had come, and when it was over."""
+        """Return when both ends of each message had come, and when it was over."""
         come_s: dict[int, float] = {}
         ends_s: dict[int, float] = {}
         for message in self._order:

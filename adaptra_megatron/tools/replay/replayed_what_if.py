@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stragglers cost, and which: recorded steps replayed with some durations idealised.
+"""Find stragglers and their cost: recorded steps replayed with some durations idealised.
 
 The questions and their names are those of "Understanding Stragglers in Large Model Training Using What-if Analysis"
 (Lin et al., OSDI '25). An operation's *ideal* is the same for all of its type, over all steps, stages and replicas: the
@@ -39,7 +39,7 @@ them, a message or a collective if any of its takers is; all others are ideal.""
 
 @dataclass(frozen=True)
 class ReplayedStragglers:
-    """What slowed the steps, by their numbers."""
+    """Stragglers that slowed the steps, by their numbers."""
 
     numbers: tuple[int, ...]
     recorded_s: tuple[float, ...]
@@ -75,7 +75,7 @@ class ReplayedStragglers:
 
     @cached_property
     def launch_slowdown(self) -> float:
-        """What hosts that issue late cost: as recorded, over without launch delays."""
+        """Return what hosts that issue late cost: as recorded, over without launch delays."""
         return _mean(self.replayed_s) / _mean(self.prompt_s)
 
     @cached_property
@@ -89,8 +89,8 @@ class ReplayedStragglers:
 def stragglers_of(
     steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch], ideal_by_optype: Mapping[OpType, float] | None = None
 ) -> ReplayedStragglers:
-    """What slowed `steps`, at least one, of which `batches` are made. `ideal_by_optype`: for some steps of a recording,
-    the ideals of all. Raises ReplayError if nothing takes any time."""
+    """Return what slowed `steps`, at least one, of which `batches` are made. `ideal_by_optype`: for some steps of a
+    recording, the ideals of all. Raises ReplayError if nothing takes any time."""
     job = _Questions(batches, ideal_by_optype or ideal_seconds(steps, batches))
     cells = sorted({cell for batch in batches for event in batch.graph.events for cell in event.cells})
     stages, replicas = sorted({cell.stage for cell in cells}), sorted({cell.replica for cell in cells})
@@ -249,7 +249,7 @@ class _Questions:
 
 
 def _kind(event: ReplayEvent) -> tuple[OpType, int, int]:
-    """What equal actions share: type, stage and chunk."""
+    """Return what equal actions share: type, stage and chunk."""
     return event.optype, event.takers[0].cell.stage, event.chunk
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's parts have to say: where time went, what links took, what a link's delay costs."""
+"""Find what a report says of a run's parts: where time went, what links took, what a link's delay costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CREDIBLE = 0.1
 
 
 class Use(str, enum.Enum):
-    """What a stage's time goes to. In the order in which charts stack them."""
+    """Use of a stage's time. In the order in which charts stack them."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -126,7 +126,8 @@ def find(run: RunRecord, progress: Progress | None = None) -> list[PartFinding]:
 
 
 def saved_seconds(findings: Sequence[PartFinding]) -> float:
-    """What plan switches gained over the run: each until the next change, against the iterations right before it."""
+    """Return what plan switches gained over the run: each until the next change, against the iterations right before
+    it."""
     return sum(
         max(0.0, before.seconds - after.seconds) * len(after.part.iterations)
         for before, after in pairwise(findings)
@@ -229,7 +230,7 @@ def schedule_of(iteration: RunIteration) -> Schedule:
 
 
 def costs_of(iteration: RunIteration, schedule: Schedule, delays_s: Mapping[Link, float]) -> Costs:
-    """What the iteration's actions took, by stage and chunk. Raises CostError for actions that are missing."""
+    """Return what the iteration's actions took, by stage and chunk. Raises CostError for actions that are missing."""
     seconds: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     for record in iteration.records:
         seconds[record.stage, record.chunk, record.kind].append(record.compute_s)

@@ -109,7 +109,7 @@ def report_page(
 
 
 def page_environment() -> Environment:
-    """Where the parts of pages are, and how they are filled in: of this page, and of others that use them."""
+    """Return where the parts of pages are, and how they are filled in: of this page, and of others that use them."""
     environment = Environment(
         loader=PackageLoader("adaptra_megatron.tools.report"),
         autoescape=True,
@@ -141,7 +141,7 @@ def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
 
 
 def _slow_cables(run: RunRecord) -> list[str]:
-    """What is slow at the end, as `adaptra status` says it."""
+    """Return what is slow at the end, as `adaptra status` says it."""
     seconds = {iteration.number: iteration.seconds for iteration in run.iterations}
     found = [each for each in status_findings(run.events, seconds, -1) if each.kind == "link"]
     return [f"{each.text[0].upper()}{each.text[1:]}. To do: {each.remedy}." for each in found]

@@ -121,7 +121,7 @@ def _lost(finding: PartFinding) -> list[str]:
 
 
 def _settled(findings: Sequence[PartFinding]) -> PartFinding:
-    """What the run is compared with: its first part, but not a first iteration that only warmed up."""
+    """Return what the run is compared with: its first part, but not a first iteration that only warmed up."""
     return findings[1] if len(findings) > 1 and len(findings[0].part.iterations) == 1 else findings[0]
 
 
@@ -236,7 +236,7 @@ def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) 
 
 
 def _states_of_links(after: PartFinding) -> dict[Link, str]:
-    """What the detector has found last of each, as a part began."""
+    """Return what the detector has found last of each, as a part began."""
     said = [found.event for found in after.part.beginning if isinstance(found.event, LinkDetection)]
     return {(event.source, event.target): event.after for event in said}
 

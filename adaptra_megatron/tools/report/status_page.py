@@ -257,7 +257,7 @@ def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[
 
 
 def _memory_wanted(events: Iterable[StampedEvent], links: Sequence[LinkDetection], since: int) -> MemoryWanted | None:
-    """What more memory would buy since one of `links` cannot be hidden."""
+    """Return what more memory would buy since one of `links` cannot be hidden."""
     ends = {ends_of(link) for link in links}
     told = [found.event for found in events if found.stamp.iteration >= since]
     wanted = [each for each in told if isinstance(each, MemoryWanted) and (each.source, each.target) in ends]
@@ -321,7 +321,8 @@ class Status:
 
 
 def status_of(events: Sequence[StampedEvent], now_s: float) -> Status:
-    """What is known of a run from its log (not empty), by time. `now_s`: the present, in seconds since the epoch."""
+    """Return what is known of a run from its log (not empty), by time. `now_s`: the present, in seconds since the
+    epoch."""
     events = renumbered(events)
     seconds = _seconds_by_iteration(events)
     losses = _of(events, RanksLost)

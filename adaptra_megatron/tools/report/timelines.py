@@ -72,7 +72,7 @@ class Timeline:
         return "".join([*parts, "</svg>"])
 
     def data(self) -> dict[str, Any] | None:
-        """What is under each point, times in microseconds from the start; None if that would be too much."""
+        """Return what is under each point, times in microseconds from the start; None if that would be too much."""
         if len(self._iteration.records) + len(self._idle) > MOST_LOOKED_UP:
             return None
         rows: list[list[tuple[int, int, int]]] = [[] for _ in self._row_tops]
@@ -98,7 +98,7 @@ class Timeline:
         }
 
     def _in_words(self) -> str:
-        """What a listener learns of the picture."""
+        """Return what a listener learns of the picture."""
         seconds = self._analysis.seconds
         idle_s = [0.0] * self._analysis.stages
         for period in self._idle:

@@ -23,7 +23,7 @@ _Event = Mapping[str, Any]
 
 
 class Package(NamedTuple):
-    """What is used of the package perfetto."""
+    """Part of the package perfetto that is used."""
 
     messages: Any
     builder: Callable[[IO[bytes]], Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a stage was idle, at each instant of an iteration.
+"""Find why a stage was idle, at each instant of an iteration.
 
 A waiting stage waits for a message. Once that has been sent, the link is the cause. Before, it is what the sender is
 doing at that instant: computing, or waiting itself, in which case the cause is the sender's. Stages never wait in
@@ -21,7 +21,7 @@ from adaptra_megatron.tools.recordings.run_metrics import iteration_span_s
 
 
 class CauseKind(str, enum.Enum):
-    """What kind of thing an idle stage ultimately waited for."""
+    """Kind of thing that an idle stage ultimately waited for."""
 
     LINK = "link"
     """A message was under way."""
@@ -36,7 +36,7 @@ class CauseKind(str, enum.Enum):
 
 
 class Cause(NamedTuple):
-    """What was waited for. `source` and `target` are a link's ends; `source` alone is a stage."""
+    """Thing that was waited for. `source` and `target` are a link's ends; `source` alone is a stage."""
 
     kind: CauseKind
     source: int = -1
@@ -190,7 +190,7 @@ class IterationAnalysis:
         return self._senders.get((stage, _message_kind(record.kind), chunk, record.micro_batch))
 
     def _place_before(self, record: ActionRecord) -> Place | None:
-        """Where what `record` needed was made; None if no message was needed."""
+        """Return where what `record` needed was made; None if no message was needed."""
         if record.kind == "W":
             return None
         placement = interleaved(self.stages, self.chunks)
@@ -214,7 +214,7 @@ class IterationAnalysis:
             yield _Piece(now_s, self.end_s, None, True)
 
     def _causes(self, stage: int, piece: _Piece, start_s: float, end_s: float) -> Iterator[tuple[float, float, Cause]]:
-        """What `piece` of `stage` comes down to, within it from `start_s` to `end_s`."""
+        """Return what `piece` of `stage` comes down to, within it from `start_s` to `end_s`."""
         if not piece.idle:
             yield start_s, end_s, Cause(CauseKind.STAGE, stage)
             return

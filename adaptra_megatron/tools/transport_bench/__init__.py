@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transports of the host path carry on this machine."""
+"""Measure what transports of the host path carry on this machine."""

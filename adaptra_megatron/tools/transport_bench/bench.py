@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the host path's transports are: what to measure, how two processes of this host are started for it, what
+"""Measure the host path's transports: what to measure, how two processes of this host are started for it, what
 came out, as a table and as a picture. The measuring itself is in `transport_bench_rank`, which needs torch.
 """
 
@@ -28,7 +28,7 @@ _RANK_MODULE = "adaptra_megatron.tools.transport_bench.rank"
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """What to measure."""
+    """Measurements to make."""
 
     transports: tuple[str, ...] = TRANSPORTS
     sizes: tuple[int, ...] = (4 * KIBIBYTE, MEBIBYTE, 16 * MEBIBYTE, 64 * MEBIBYTE)

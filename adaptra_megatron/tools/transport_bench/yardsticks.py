@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What limits the host path between two processes of one host: bare copies through shared memory, and iperf3."""
+"""Measure what limits the host path between two processes of one host: bare copies through shared memory, and
+iperf3."""
 
 from __future__ import annotations
 

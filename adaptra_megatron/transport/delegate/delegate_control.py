@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training process and its delegate say to each other, over a unix socket that no other process holds.
+"""Define the messages between a training process and its delegate, over a unix socket that no other process holds.
 
 One JSON object per packet, with file descriptors where memory or sockets are handed over. The end of the socket is the
 end of the other process. No torch here: the delegate imports this.

@@ -138,7 +138,7 @@ class LinkEnd(Protocol):
 
 @dataclass
 class SupervisedLink:
-    """What the supervisor knows of one link."""
+    """State of one link in the supervisor."""
 
     end: LinkEnd
     request: OpenLink
@@ -215,7 +215,7 @@ class Supervisor:
         return None if delegate is None else delegate.process.pid
 
     def transport(self, peer: int) -> str | None:
-        """What carries the link to `peer`, or carried it last; None before it has come up."""
+        """Return what carries the link to `peer`, or carried it last; None before it has come up."""
         link = self._links.get(peer)
         return None if link is None else link.transport
 
@@ -235,7 +235,7 @@ class Supervisor:
         self._wake_up()
 
     def counters(self, timeout_s: float) -> DelegateCounters | None:
-        """What the running delegate has counted; None if it does not answer in time."""
+        """Return what the running delegate has counted; None if it does not answer in time."""
         with self._lock:
             self._asked += 1
             question = _Question(self._asked)
@@ -346,7 +346,7 @@ class Supervisor:
                 self._went_down(link, link.end_at[1])
 
     def _next_s(self) -> float:
-        """When something is to be done though nothing happens."""
+        """Return when something is to be done though nothing happens."""
         if self._delegate is None:
             return self._restart_s
         retries = (link.retry_s for link in self._links.values() if link.retry_s is not None)

@@ -28,7 +28,7 @@ _FLUSH_S = 1.0
 
 
 class Failure(NamedTuple):
-    """Why a link is no longer usable."""
+    """Reason why a link is no longer usable."""
 
     at_s: float
     """When it failed, or a message was due (time.monotonic)."""
@@ -36,13 +36,13 @@ class Failure(NamedTuple):
 
 
 class WatchedLink(Protocol):
-    """What the watch asks of a link, from its own thread."""
+    """Interface of a link for the watch, from its own thread."""
 
     timeout_s: float
     """Longest time that a call for it may take."""
 
     def failure(self, now_s: float) -> Failure | None:
-        """Why the link is no longer usable; None while it is. Never waits."""
+        """Return why the link is no longer usable; None while it is. Never waits."""
 
     def abort(self, cause: str) -> None:
         """End it. Never waits."""

@@ -32,7 +32,7 @@ Communicator = int
 
 
 class Result(enum.IntEnum):
-    """Those values of ncclResult_t that mean no error."""
+    """Values of ncclResult_t that mean no error."""
 
     SUCCESS = 0
     IN_PROGRESS = 7
@@ -44,7 +44,7 @@ class NcclError(RuntimeError):
 
 @dataclass(frozen=True)
 class CommunicatorConfig:
-    """What can be set about the communicators of links: Megatron's entry "pp" of --nccl-communicator-config-path."""
+    """Settings of the communicators of links: Megatron's entry "pp" of --nccl-communicator-config-path."""
 
     max_ctas: int | None = None
     """Thread blocks of a transfer at most. Each takes a whole multiprocessor while it waits for the other end. None: by
@@ -126,7 +126,7 @@ class NcclLibrary:
         return version.value
 
     def new_unique_id(self) -> bytes:
-        """What two ranks need in common to find each other. NCCL listens for them from now on."""
+        """Return what two ranks need in common to find each other. NCCL listens for them from now on."""
         unique_id = UniqueId()
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(unique_id)))
         return bytes(unique_id)
@@ -164,7 +164,7 @@ class NcclLibrary:
         return state.value == Result.IN_PROGRESS
 
     def transfers(self, communicator: Communicator, peer: int, stream: int, device: int) -> Transfers:
-        """What sends to `peer`, and receives, on a stream (a cudaStream_t) of the device with that index."""
+        """Return what sends to `peer`, and receives, on a stream (a cudaStream_t) of the device with that index."""
         from adaptra_megatron.transport._device import Transfers  # settings are read without native code or torch
 
         functions = {name: getattr(self._library, name) for name in _OF_TRANSFERS}

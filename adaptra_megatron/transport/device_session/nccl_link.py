@@ -42,7 +42,7 @@ _PAUSE_S = 1e-3
 
 @dataclass(frozen=True)
 class NcclSide:
-    """What all links of one process have in common."""
+    """Parts that all links of one process share."""
 
     load: Callable[[], NcclLibrary]
     """Raises NcclError where there is no NCCL."""
@@ -181,7 +181,7 @@ class NcclLink:
     # What the watch asks.
 
     def failure(self, now_s: float) -> Failure | None:
-        """Why the session is no longer usable; None while it is, and once it has ended. Never waits."""
+        """Return why the session is no longer usable; None while it is, and once it has ended. Never waits."""
         if self._ended.is_set():
             return None
         late = min(
@@ -278,7 +278,7 @@ class NcclLink:
         self._freed.set()
 
     def _finalized(self, until_s: float) -> bool:
-        """What has been sent is in NCCL's hands for a while yet: to abort now would lose it."""
+        """Return what has been sent is in NCCL's hands for a while yet: to abort now would lose it."""
         self._library.finalize(self._communicator)
         while self._library.in_progress(self._communicator):
             if time.monotonic() >= until_s:

@@ -224,7 +224,7 @@ MakeGroup = Callable[[bool, int, float], LinkGroup]
 
 @dataclass
 class DeviceWork:
-    """What a link has to ask of its device path, once it holds no lock."""
+    """Requests of a link to its device path, once it holds no lock."""
 
     sends: list[tuple[DeviceSend[Computed], bool]] = field(default_factory=list)
     """With or without a header."""

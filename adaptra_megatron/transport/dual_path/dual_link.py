@@ -204,13 +204,13 @@ class LinkParts:
                 raise ValueError("a probe, but this link has one path only")
 
     def given_up_from_s(self, key: MessageKey | None) -> float:
-        """When waiting for `key` (None: for everything to be sent) stops making sense."""
+        """Return when waiting for `key` (None: for everything to be sent) stops making sense."""
         if key is not None:
             return self._broken_from_s(by_device=self.paths.receiver.expects(key))
         return self._broken_from_s(by_device=self.paths.sender.device_healthy and not len(self.retransmit_queue))
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """When to look whether something has to be done for what has been waited for since `since_s`."""
+        """Return when to look whether something has to be done for what has been waited for since `since_s`."""
         return self.paths.look_again_s(key, since_s, now_s)
 
     def _all_sent(self) -> bool:
@@ -221,7 +221,7 @@ class LinkParts:
             self.state.notify_waiting()
 
     def _broken_from_s(self, *, by_device: bool) -> float:
-        """When the link stops making sense. `by_device`: whether its device path could do what is asked for."""
+        """Return when the link stops making sense. `by_device`: whether its device path could do what is asked for."""
         return math.inf if by_device and not self.state.health.over else self.state.health.broken_from_s()
 
     def _not_sent(self, now_s: float) -> TransportError:
@@ -539,7 +539,7 @@ class DualLink:
             self._writer.thread.wake()
 
     def _outgoing(self, key: MessageKey, tensor: torch.Tensor) -> Computed:
-        """What to send, checked. Raises TransportError for what cannot travel."""
+        """Return what to send, checked. Raises TransportError for what cannot travel."""
         check_can_travel(key, tensor, self._copies.device, self._settings.max_message_nbytes)
         # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
         return self._copies.computed(tensor.detach().contiguous())

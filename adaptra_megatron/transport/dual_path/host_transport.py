@@ -42,7 +42,7 @@ COMES_UP_S = 60.0
 
 @dataclass(frozen=True)
 class HostCounters:
-    """What the host path of one rank has seen."""
+    """Counters of the host path of one rank."""
 
     delegate_starts: int
     refused: dict[str, int]
@@ -275,7 +275,7 @@ class HostTransport:
 
     @property
     def delegate_starts(self) -> int:
-        """How often this rank's delegate was started: 1 unless it died."""
+        """Return how often this rank's delegate was started: 1 unless it died."""
         return self._opener.supervisor.starts
 
     @property

@@ -36,7 +36,7 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 
 class Opening(NamedTuple):
-    """What one end of a link says of itself."""
+    """Statement of one end of a link about itself."""
 
     number: int = 0
     """How often the link has been opened, at the end that has done so most often as far as this one knows."""
@@ -120,7 +120,7 @@ class LinkOpener:
         self.lines.begin()
 
     def transport(self, peer: int) -> str:
-        """What carries the link to `peer`, or is to; "" while that is open."""
+        """Return what carries the link to `peer`, or is to; "" while that is open."""
         return self.supervisor.transport(peer) or self._setup.transports.get(peer, "")
 
     def open(self, link: DualLink, limit_s: float) -> None:
@@ -229,7 +229,7 @@ class LinkOpener:
         store.set(f"{self._layout.rank}/{peer}", json.dumps([opening, asdict(self._setup.mine)]).encode())
 
     def _prepared(self, link: DualLink) -> SupervisedLink:
-        """What the supervisor needs of a link, whose line comes up from now on."""
+        """Return what the supervisor needs of a link, whose line comes up from now on."""
         peer, transport = link.ends.peer, self._setup.transports[link.ends.peer]
         link.takes(transport)
         self.lines.add(peer, self._setup.place(peer), link, link.opening)

@@ -122,7 +122,8 @@ _COUNT_BITS = 40
 
 
 def confirmation(sequence: int) -> tuple[int, int] | None:
-    """What an acknowledgement says of the device path: session, and messages received. None if it is of the host's."""
+    """Return what an acknowledgement says of the device path: session, and messages received. None if it is of the
+    host's."""
     if not sequence & _CONFIRMS:
         return None
     return (sequence & ~_CONFIRMS) >> _COUNT_BITS, sequence & ((1 << _COUNT_BITS) - 1)
@@ -221,7 +222,7 @@ _IDLE_S = 60.0
 
 @dataclass(frozen=True)
 class SecondPath:
-    """What a link needs for a device path beside its host path."""
+    """Parts that a link needs for a device path as well as its host path."""
 
     settings: PathSettings
     make_group: MakeGroup
@@ -319,7 +320,7 @@ class PathSwitch:
         return self.sender.path is Path.DEVICE or self.sender.retained > 0 or self.receiver.in_use
 
     def device_in_words(self, *, receiving: bool) -> str:
-        """What an error is to say of the device path."""
+        """Return what an error is to say of the device path."""
         half = self.receiver if receiving else self.sender
         carries = self.receiver.carries if receiving else self.sender.path is Path.DEVICE
         alive = self.receiver.proven if receiving else self.sender.device_healthy
@@ -328,7 +329,8 @@ class PathSwitch:
         return "the device path is up" + ("" if carries else ", but the two ranks could not agree to change to it")
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """When to call this again for what has been waited for since `since_s` (None: for everything to be sent)."""
+        """Return when to call this again for what has been waited for since `since_s` (None: for everything to be
+        sent)."""
         look_again_s = now_s + self.settings.suspicion_s
         if key is not None and self.receiver.expects(key):
             look_again_s = min(look_again_s, self.receiver.suspect(since_s, now_s))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two ends of a directed link tell each other about its device path.
+"""Define the messages between the two ends of a directed link about its device path.
 
 Notes arrive once and in order, over whichever of host path and job store works. "Session" numbers the process groups
 made for the device path; "number" counts all messages of the directed link, by whatever path, in the order of posting,
@@ -63,7 +63,7 @@ class ControlChannel:
 
     @property
     def overdue_from_s(self) -> float:
-        """When the next note is to go by the line."""
+        """Return when the next note is to go by the line."""
         unsaid = (posted_s for number, (_, posted_s) in self._unheard.items() if number not in self._said)
         return min(unsaid, default=math.inf) + OVERDUE_S
 

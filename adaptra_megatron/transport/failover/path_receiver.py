@@ -54,7 +54,7 @@ class DeviceReceive(Generic[Specification]):
 
 @dataclass
 class ReceiverEffects(Generic[Specification]):
-    """What is to be done now."""
+    """Actions that the caller must perform after this state change."""
 
     notes: list[FromReceiver] = field(default_factory=list)
     receives: list[DeviceReceive[Specification]] = field(default_factory=list)

@@ -84,7 +84,7 @@ class Burst:
 
     @property
     def waiting_since_s(self) -> float | None:
-        """When the probe left that has not arrived; None where there is none."""
+        """Return when the probe left that has not arrived; None where there is none."""
         return self.sent_s[-1] if len(self.sent_s) > len(self.arrived_s) else None
 
     def times(self, peer: int) -> list[ProbeTimes]:
@@ -160,7 +160,7 @@ class DeviceSend(Generic[Payload]):
 
 @dataclass
 class SenderEffects(Generic[Payload]):
-    """What is to be done now, in this order within each list."""
+    """Actions that the caller must perform, in this order within each list."""
 
     notes: list[FromSender] = field(default_factory=list)
     sends: list[DeviceSend[Payload]] = field(default_factory=list)
@@ -258,7 +258,7 @@ class Sender(Generic[Payload]):
 
     @property
     def preferred(self) -> Path:
-        """What is used while it is healthy."""
+        """Return what is used while it is healthy."""
         return self._preferred
 
     @property
@@ -278,11 +278,12 @@ class Sender(Generic[Payload]):
 
     @property
     def given_up(self) -> str | None:
-        """Why the device path carries nothing; None while it could, and before it has come up for the first time."""
+        """Return why the device path carries nothing; None while it could, and before it has come up for the first
+        time."""
         return why_down(self.died, self.cause) if self._backoff.failures and not self.device_healthy else None
 
     def oldest_retained(self) -> MessageKey | None:
-        """What the receiver should have confirmed first."""
+        """Return what the receiver should have confirmed first."""
         return next((each.key for each in self._session.retained.values()), None) if self._session else None
 
     def prefer(self, path: Path) -> None:
@@ -382,7 +383,7 @@ class Sender(Generic[Payload]):
 
     @property
     def next_tick_s(self) -> float:
-        """When `tick` has something to do though nothing happens."""
+        """Return when `tick` has something to do though nothing happens."""
         session = self._session
         if session is None:
             # While the host path is down, that ticks.
@@ -447,7 +448,7 @@ class Sender(Generic[Payload]):
             self.failed(session.number, f"a probe did not arrive in {waited_s:.1f} s")
 
     def _probe_due_s(self, session: _Session[Payload]) -> float:
-        """When the probe that is under way must have arrived."""
+        """Return when the probe that is under way must have arrived."""
         burst = session.burst
         if burst is None or burst.waiting_since_s is None:
             return math.inf

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transports need of GPUs: streams, events, clocks, copies to and from page-locked memory."""
+"""Give transports what they need of GPUs: streams, events, clocks, copies to and from page-locked memory."""

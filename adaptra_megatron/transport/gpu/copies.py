@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a link's messages get from where the training has them into a ring, and out of one: what a link asks for.
+"""Move a link's messages from where the training has them into a ring, and out of one: what a link asks for.
 
 A link asks its `Copies` for a `Payload` per message sent and a `Receipt` per message received, and treats all devices
 alike. On the CPU messages are copied by those who write and read the ring; on a GPU, by copies on streams of their own.
@@ -67,15 +67,15 @@ class Receipt(Protocol):
 
 
 class Copies(Protocol):
-    """What one link uses. `computed` and `Receipt.take` belong to the training thread."""
+    """Copies of one link. `computed` and `Receipt.take` belong to the training thread."""
 
     @property
     def device(self) -> torch.device:
-        """Where the training has its tensors."""
+        """Return where the training has its tensors."""
 
     @property
     def pooled_nbytes(self) -> int:
-        """How much unused memory of received messages the link is to keep."""
+        """Return how much unused memory of received messages the link is to keep."""
 
     @property
     def by_parts(self) -> bool:

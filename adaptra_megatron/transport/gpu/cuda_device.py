@@ -60,10 +60,10 @@ class Device(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Return where its tensors are."""
 
     def current_stream(self) -> Stream:
-        """What the calling thread computes on."""
+        """Return what the calling thread computes on."""
 
     @property
     def memory_stream(self) -> Stream:

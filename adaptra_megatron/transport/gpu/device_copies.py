@@ -152,5 +152,5 @@ class DeviceCopies:
 
 
 def copies_for(device: Device | None, *, link: str, pooled_nbytes: int, on_ready: Callable[[], None]) -> Copies:
-    """What a link whose tensors are on `device`, or on the CPU (None), uses."""
+    """Return what a link whose tensors are on `device`, or on the CPU (None), uses."""
     return NoCopies(pooled_nbytes) if device is None else DeviceCopies(device, link=link, on_ready=on_ready)

@@ -22,14 +22,15 @@ NO_PLAN_FASTER = (
 
 
 def hardware_queues(environment: Mapping[str, str] = os.environ) -> int:
-    """How many there are: a number as C reads it, between 1 and 32."""
+    """Return how many there are: a number as C reads it, between 1 and 32."""
     digits = re.match(r"\s*\+?(\d+)", environment.get(CONNECTIONS, ""))
     asked = int(digits[1]) if digits else 0
     return min(asked, MOST_QUEUES) if asked > 0 else DEFAULT_QUEUES
 
 
 def queues_in_words(environment: Mapping[str, str] = os.environ, model: str = QUEUE_MODELS[0]) -> str | None:
-    """What plans reckon with, and how to change that; None where each stream is likely to have a queue of its own."""
+    """Return what plans reckon with, and how to change that; None where each stream is likely to have a queue of its
+    own."""
     queues = hardware_queues(environment)
     if queues >= ENOUGH_QUEUES:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this rank computes."""
+"""Find the device on which this rank computes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def has_one_queue(device: torch.device) -> bool:
 
 
 def synchronizer_of(device: torch.device) -> Callable[[], None] | None:
-    """What waits until a GPU has done all that it was given; None where computation blocks the thread that calls it."""
+    """Return what waits until a GPU has done all that it was given; None where computation blocks the thread that
+    calls it."""
     return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
 def current_stream() -> torch.cuda.Stream | None:
-    """What this thread puts work on; None where there is no GPU."""
+    """Return what this thread puts work on; None where there is no GPU."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 

@@ -31,17 +31,17 @@ _IDLE_S = 60.0
 
 
 class ReaderEvents(Protocol):
-    """What the reader tells and asks its link, with the lock held."""
+    """Calls of the reader to its link, with the lock held."""
 
     def take(self, event: Event, receipt: Receipt | None) -> None:
         """An event has come, with its tensor if it is a message. Raises ValueError for one that cannot be."""
 
     def given_up_from_s(self, key: MessageKey | None) -> float:
-        """When waiting for `key` (None: for everything to be sent) stops making sense."""
+        """Return when waiting for `key` (None: for everything to be sent) stops making sense."""
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """When to look whether something has to be done for what has been waited for since `since_s`; does what has to
-        be done now."""
+        """Return when to look whether something has to be done for what has been waited for since `since_s`; does what
+        has to be done now."""
 
 
 class HostLinkReader:

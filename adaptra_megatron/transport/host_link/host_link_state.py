@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of one end of a link share: its session, its health, and who waits for news."""
+"""Share the state of one end of a link: its session, its health, and who waits for news."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LinkHealth:
         return self._bye_s is not None
 
     def broken_from_s(self) -> float:
-        """When waiting for the link stops making sense: -inf if it never does, inf while the link is up."""
+        """Return when waiting for the link stops making sense: -inf if it never does, inf while the link is up."""
         if self._failure is not None:
             return -math.inf
         if self._bye_s is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gives up the lock of one end of a link for a while: its threads, and callers that wait in the place of one.
+"""Run what gives up the lock of one end of a link for a while: its threads, and callers that wait in the place of one.
 
 A link takes its lock for every caller, and calls what it is made of with it, unless a docstring says otherwise. What
 may take time is done without the lock, here alone.

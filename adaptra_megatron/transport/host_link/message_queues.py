@@ -58,7 +58,7 @@ class ReceiveQueue:
             self._arrived[key].receipt.begin()
 
     def posted_s(self, key: MessageKey) -> float:
-        """When `key` was asked for."""
+        """Return when `key` was asked for."""
         return self._posted[key]
 
     def arrive(self, key: MessageKey, arrival: MessageArrival) -> bool:
@@ -170,7 +170,7 @@ class RetransmitQueue:
         return next(messages, None)
 
     def next_to_write(self) -> Outgoing | None:
-        """What to put into the ring next: a note, or the next message if the window has room for it."""
+        """Return what to put into the ring next: a note, or the next message if the window has room for it."""
         if self._unwritten_notes:
             return next(iter(self._unwritten_notes.values()))
         full = self._written_messages >= self._window_messages or self._written_nbytes >= self._window_nbytes

@@ -113,7 +113,7 @@ _PARTING_S = 10.0
 
 
 class ConnectionPlace(NamedTuple):
-    """Where a peer listens for its lines."""
+    """Address at which a peer listens for its connections."""
 
     address: Sequence[str | int]
     """Name of the abstract unix socket, or host and port."""

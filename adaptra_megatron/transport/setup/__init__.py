@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the stages of a pipeline meet at the start, and which network interfaces and devices join each two."""
+"""Let the stages of a pipeline meet at the start, and find which network interfaces and devices join each two."""

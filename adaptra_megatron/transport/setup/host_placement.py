@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transport joins two ranks, by where they are, and what their delegates listen on."""
+"""Choose the transport that joins two ranks, by where they are, and what their delegates listen on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logger_of(__name__)
 
 
 def verbs_or_auto(lacking: Mapping[int, str | None], rank: int, peer: int) -> str:
-    """What to choose by where verbs is asked for: "verbs", or "auto" if one of the two ranks cannot use it.
+    """Return what to choose by where verbs is asked for: "verbs", or "auto" if one of the two ranks cannot use it.
 
     `lacking`: what each rank lacks for it. Both ends of a link come to the same.
     """
@@ -31,7 +31,8 @@ def verbs_or_auto(lacking: Mapping[int, str | None], rank: int, peer: int) -> st
 
 
 def lacks_verbs(lacking: Mapping[int, str | None], rank: int, peer: int) -> str | None:
-    """What keeps a link from verbs by what each rank lacks for it; None if nothing does. The same at both ends."""
+    """Return what keeps a link from verbs by what each rank lacks for it; None if nothing does. The same at both
+    ends."""
     causes = [f"rank {end}: {cause}" for end in sorted((rank, peer)) if (cause := lacking[end]) is not None]
     return "; ".join(causes) or None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host path needs before it can have links: listeners, what a rank tells its peers and learns of them.
+"""Set up what a host path needs before it can have links: listeners, what a rank tells its peers and learns of them.
 
 The stages of a pipeline meet at the start: whatever keeps one of them from that is an error on all of them, at once,
 and no stage waits for one that will not come. Any other two ranks exchange the same when they open a link.
@@ -37,7 +37,7 @@ _NETWORK = "network"
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank tells those that it is to have links to."""
+    """Offer of a rank to those that it is to have links to."""
 
     lacks_verbs: str | None
     cores: int
@@ -90,14 +90,15 @@ class HostSetup:
         return made
 
     def listeners_for(self, peer: int) -> set[str]:
-        """What a link to `peer` may need to be listened by, before the peer has told of itself."""
+        """Return what a link to `peer` may need to be listened by, before the peer has told of itself."""
         wanted, workers = self._settings.transport, self._layout.workers
         if workers[self._layout.rank].identity != workers[peer].identity:
             return {"tcp"}
         return {"auto": {"shm"}, "verbs": {"shm", "tcp"}}.get(wanted) or {WIRES[wanted].listener}
 
     def choose(self, peer: int) -> str:
-        """What carries the link to a peer that has told of itself. Raises TransportError if it cannot be as wanted."""
+        """Return what carries the link to a peer that has told of itself. Raises TransportError if it cannot be as
+        wanted."""
         wanted, rank, workers = self._settings.transport, self._layout.rank, self._layout.workers
         lacking = {rank: self.mine.lacks_verbs, peer: self._offers[peer].lacks_verbs}
         if wanted == "verbs":
@@ -107,14 +108,14 @@ class HostSetup:
         return self.transports[peer]
 
     def place(self, peer: int) -> ConnectionPlace:
-        """Where the line to `peer` leads."""
+        """Return where the line to `peer` leads."""
         listener = WIRES[self.transports[peer]].listener
         return ConnectionPlace(
             self._reached(peer, listener, self._offers[peer].line_addresses), self._source(peer, listener)
         )
 
     def request(self, peer: int, opening: int = 1) -> OpenLink:
-        """What to ask a delegate for, for the link to `peer`."""
+        """Return what to ask a delegate for, for the link to `peer`."""
         transport = self.transports[peer]
         listener, offer = WIRES[transport].listener, self._offers[peer]
         return OpenLink(

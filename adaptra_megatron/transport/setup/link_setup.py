@@ -152,7 +152,7 @@ def rounds(stages: int, *, wrap: bool) -> Iterator[list[Link]]:
 
 
 def greeting() -> torch.Tensor:
-    """What is sent over each path of each link at the start, to be compared: on the CPU."""
+    """Return what is sent over each path of each link at the start, to be compared: on the CPU."""
     return torch.arange(_GREETING_NBYTES, dtype=torch.int32).remainder_(251).to(torch.uint8)
 
 

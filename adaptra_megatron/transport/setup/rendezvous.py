@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the stages of one pipeline meet: the job's control store, at a place of their own.
+"""Let the stages of one pipeline meet: the job's control store, at a place of their own.
 
 What a stage does here grows with the stages of its pipeline, not with the job: nothing is collective over more ranks.
 """
@@ -57,7 +57,7 @@ class Rendezvous:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self.ranks)
 
     def name(self, stage: int) -> str:
@@ -65,7 +65,7 @@ class Rendezvous:
         return self.layout.name(self.ranks[stage])
 
     def gather(self, what: str, mine: Any) -> list[Any]:
-        """What each stage hands in, by stage, once all have: plain JSON. `what` is different in each call.
+        """Return what each stage hands in, by stage, once all have: plain JSON. `what` is different in each call.
 
         Raises TransportError for the first stage that does not come in time, or whose entry was not put there by it;
         stages that come later raise the same.
@@ -102,7 +102,7 @@ class Rendezvous:
         self._store.set(f"{what}/{self.stage}", json.dumps(mine).encode())
 
     def agree(self, what: str, failure: Exception | None) -> str | None:
-        """Why not all stages can go on, in words; None where all can. The same on all stages.
+        """Return why not all stages can go on, in words; None where all can. The same on all stages.
 
         `what` is different in each call. `failure`: what keeps this stage from going on; None: nothing.
         """

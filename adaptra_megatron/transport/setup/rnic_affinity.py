@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which RNICs and CPUs are near a GPU or a NUMA node, as the kernel's sysfs tells it, and which ones a rank uses.
+"""Find which RNICs and CPUs are near a GPU or a NUMA node, as the kernel's sysfs tells it, and which ones a rank uses.
 
 Functions of a sysfs tree (`/sys`, or one made up): nothing is opened but its files. Neither torch nor pyverbs.
 """
@@ -23,7 +23,8 @@ class RnicError(ValueError):
 
 
 class Nearness(enum.IntEnum):
-    """How far data travels between two PCI devices, or from a NUMA node to one; in brackets nvidia-smi's words."""
+    """Distance that data travels between two PCI devices, or from a NUMA node to one; in brackets nvidia-smi's
+    words."""
 
     BRIDGE = 0
     """They share a PCIe bridge or switch (PIX, PXB)."""
@@ -54,7 +55,7 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class HardwarePlace:
-    """Where something is attached."""
+    """Place at which a device is attached."""
 
     bridges: tuple[str, ...]
     """From the host bridge down to the device itself; empty for what is not on a PCI bus."""
@@ -89,7 +90,8 @@ def rdma_devices(sysfs: Path = SYSFS) -> list[RdmaDevice]:
 
 
 def fastest_rnic_gbit_per_s(sysfs: Path = SYSFS) -> float:
-    """What the fastest active port of this host carries, as sysfs tells it ("400 Gb/sec (4X NDR)"); 0 without any."""
+    """Return what the fastest active port of this host carries, as sysfs tells it ("400 Gb/sec (4X NDR)"); 0 without
+    any."""
     rates = [
         port.rate.split()[0] for device in rdma_devices(sysfs) for port in device.ports if port.active and port.rate
     ]
@@ -97,7 +99,7 @@ def fastest_rnic_gbit_per_s(sysfs: Path = SYSFS) -> float:
 
 
 def pci_place(sysfs: Path, pci_bus_id: str) -> HardwarePlace | None:
-    """Where the PCI device with this bus id is ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
+    """Return where the PCI device with this bus id is ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
     entry = _pci_entry(sysfs, pci_bus_id)
     return _place(sysfs, entry) if entry is not None else None
 
@@ -109,7 +111,8 @@ def pci_cpus(sysfs: Path, pci_bus_id: str) -> str:
 
 
 def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
-    """What this process's copies of a GPU's messages should run on: of the CPUs that it may run on, those near the GPU.
+    """Return what this process's copies of a GPU's messages should run on: of the CPUs that it may run on, those near
+    the GPU.
 
     None to bind nothing: without a GPU, where the kernel tells nothing, where all are near, and where none is, because
     the user has bound the process elsewhere.
@@ -187,7 +190,7 @@ def choose_rnics(
 
 
 def rank_rnics(named: Sequence[str], pci_bus_id: str | None, sysfs: Path = SYSFS) -> tuple[str, ...]:
-    """Those of this process: see choose_rnics; without a GPU, the nearest to the CPUs that it may run on.
+    """Return those of this process: see choose_rnics; without a GPU, the nearest to the CPUs that it may run on.
 
     `pci_bus_id`: of its GPU. Raises RnicError.
     """

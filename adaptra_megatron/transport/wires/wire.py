@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transport is to the delegate: something that carries a link's frames once its connections are proven."""
+"""Define a transport as the delegate sees it: something that carries a link's frames once its connections are
+proven."""
 
 from __future__ import annotations
 
@@ -37,4 +38,4 @@ class Wire(Protocol):
         """Let what is in the outbound ring (closed by now) leave, for at most `timeout_s`."""
 
     def traffic(self) -> Traffic:
-        """What went through."""
+        """Return what went through."""

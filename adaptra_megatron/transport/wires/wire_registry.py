@@ -15,7 +15,7 @@ from adaptra_megatron.transport.wires.wire import Wire
 
 
 class WireRequest(NamedTuple):
-    """What a session is made from, in the delegate."""
+    """Parameters that a session is made from, in the delegate."""
 
     rings: Sequence[Ring]
     """The training process's: the outbound one, and the inbound one unless the peer's is shared."""

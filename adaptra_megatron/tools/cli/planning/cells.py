@@ -141,7 +141,8 @@ def asks_for_routing(options: argparse.Namespace) -> bool:
 def routed_outcome(
     job: JobCosts, options: argparse.Namespace, *, schedule: str | None = None, deadline_s: float | None = None
 ) -> RoutedOutcome:
-    """What routing makes of `job` with the cells of `options`, beside a fixed schedule (None: stock's, which blocks).
+    """Return what routing makes of `job` with the cells of `options`, beside a fixed schedule (None: stock's, which
+    blocks).
 
     Raises InputError for cells that the job does not have, ScheduleError as `simulate_job`.
     """

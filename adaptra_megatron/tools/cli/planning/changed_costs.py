@@ -54,7 +54,7 @@ class SlowLink:
     """What to call the link; empty: by its ends."""
 
     def name_of(self, value: str) -> str:
-        """What a range of that value is called."""
+        """Return what a range of that value is called."""
         joint = "-" if len(self.links) > 1 else "to"
         return f"{value} of {self.label or f'link {self.links[0][0]}{joint}{self.links[0][1]}'}"
 
@@ -99,7 +99,7 @@ Change = SlowLink | SlowStage
 
 @dataclass(frozen=True)
 class Axis:
-    """What a table is over: one value of the what-if options that is a range, or the links."""
+    """Axis of a table: one value of the what-if options that is a range, or the links."""
 
     name: str
     """Such as "latency of link 3-4"."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is lost and could be won back: an iteration when healthy, in stock's order, as it is, planned, at best."""
+"""Compare what is lost and could be won back: an iteration when healthy, in stock's order, as it is, planned, at
+best."""
 
 from __future__ import annotations
 
@@ -164,7 +165,7 @@ def healthy_form(given: PlanInput, asked: WhatIf, at: At = {}) -> tuple[JobCosts
 
 
 def in_words(bound: LowerBound) -> str:
-    """What makes the bound what it is."""
+    """Return what makes the bound what it is."""
     if bound.kind == "stage":
         return f"{bound.where}, way and work"
     return {"memory": "memory of ", "link": "bandwidth of "}.get(bound.kind, f"{bound.kind} of ") + bound.where

@@ -47,7 +47,7 @@ class PlanInput:
 
 
 def read_given(path: Path, number: int | None = None, pipeline_size: int | None = None) -> PlanInput:
-    """What `path` tells: COSTS.json ("-": stdin), the directory of a run, an events-*.jsonl file, or a trace.
+    """Return what `path` tells: COSTS.json ("-": stdin), the directory of a run, an events-*.jsonl file, or a trace.
 
     Of a run, `number` picks the plan whose costs are taken; None: the latest. Of a trace, the typical step counts;
     `pipeline_size` is its number of stages, where it does not say it. Raises InputError if nothing can be read,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `adaptra plan` and `adaptra simulate` print for a job of many replicas."""
+"""Word what `adaptra plan` and `adaptra simulate` print for a job of many replicas."""
 
 from __future__ import annotations
 

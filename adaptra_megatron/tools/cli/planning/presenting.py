@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `adaptra plan` and `adaptra simulate` share: the costs they take, and how one answer is shown."""
+"""Share the parts of `adaptra plan` and `adaptra simulate`: the costs they take, and how one answer is shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ of its latest plan, or of --plan N), one of its events-*.jsonl, or a trace as `a
 
 
 class PresentedAnswer(Protocol):
-    """What a question found."""
+    """Answer to a question."""
 
     def document(self) -> dict[str, Any]:
         """For JSON."""

@@ -123,7 +123,7 @@ class Loss:
 
 
 class WonBack:
-    """What more activations per stage are worth."""
+    """Worth of more activations per stage."""
 
     def __init__(self, comparison: Comparison, activation_gib: float | None, deadline_s: float | None) -> None:
         self._comparison, self._gib = comparison, activation_gib
@@ -177,7 +177,7 @@ class WonBack:
 
 
 class Exchange:
-    """When it has paid to stop and make the job healthy."""
+    """Time after which it has paid to stop and make the job healthy."""
 
     def __init__(self, comparison: Comparison, downtime_s: float) -> None:
         planned_s = comparison["planned"].makespan_s

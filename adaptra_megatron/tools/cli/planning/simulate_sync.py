@@ -162,8 +162,8 @@ def _point(ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float, options
 
 @lru_cache
 def _modes(ranks: int, compute_s: float, delay_s: float, noise: float) -> tuple[tuple[Candidate, ...], str | None]:
-    """What each mode makes of replicas of which one is late: seconds per update, gradients in one, their staleness, and
-    the time that the progress of a synchronous update takes. And the one that would be chosen."""
+    """Return what each mode makes of replicas of which one is late: seconds per update, gradients in one, their
+    staleness, and the time that the progress of a synchronous update takes. And the one that would be chosen."""
     if compute_s == 0.0 or ranks > _MOST_REPLICAS:
         return (), None
     times_s = [compute_s] * (ranks - 1) + [compute_s + delay_s]

@@ -234,7 +234,7 @@ class VerbsQueuePair:
             logger.debug("%s: closing: %s", self.device, cause)
 
     def _attributes(self) -> Any:
-        """What every transition needs."""
+        """Return what every transition needs."""
         attributes = self.verbs.QPAttr(port_num=self._port.number)
         attributes.qp_access_flags = self.verbs.IBV_ACCESS_LOCAL_WRITE | self.verbs.IBV_ACCESS_REMOTE_WRITE
         return attributes
@@ -300,7 +300,7 @@ class VerbsQueuePair:
                 self._post_receive()
 
     def _readable(self) -> set[int]:
-        """Which descriptors say that there is something."""
+        """Return which descriptors say that there is something."""
         return {descriptor for descriptor, _event in self._poller.poll(0)}
 
 

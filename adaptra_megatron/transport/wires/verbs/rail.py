@@ -35,11 +35,11 @@ Result = TypeVar("Result")
 
 
 class QueuePairError(OSError):
-    """What the RNIC, its driver or libibverbs refused."""
+    """The RNIC, its driver or libibverbs refused a request."""
 
 
 class Did(enum.Enum):
-    """What a work request was for."""
+    """Purpose of a work request."""
 
     RECEIVE = enum.auto()
     WRITE = enum.auto()
@@ -81,7 +81,7 @@ class QueuePair(Protocol):
         """Tell the peer that there are slots for all chunks below this number. Lost if the rail fails."""
 
     def completions(self) -> list[Completion]:
-        """What has finished since the last call."""
+        """Return what has finished since the last call."""
 
     def event(self) -> str | None:
         """An event of port or queue pair that ends the use of this rail."""
@@ -123,7 +123,7 @@ class RailState(enum.Enum):
 
 
 class Settlement(Protocol):
-    """What a rail needs of its session."""
+    """Interface of a session for its rails."""
 
     def say(self, message: RailMessage) -> None: ...
 
@@ -159,7 +159,7 @@ class Rail:
         self._peer_fence: Fenced | None = None
 
     def due_s(self, in_flight: int) -> float | None:
-        """When `tick` has something to do though nothing happens."""
+        """Return when `tick` has something to do though nothing happens."""
         if self.state is RailState.FENCED or (self.state is RailState.DOWN and not self._initiates):
             return None
         return self._due_s if self.state is not RailState.UP or in_flight else None
@@ -290,7 +290,7 @@ class Rail:
             self.give_up(str(cause), now_s)
 
     def _try(self, act: Callable[[], Result]) -> Result | None:
-        """Where failing changes nothing: the rail is down, or on its way there."""
+        """Return where failing changes nothing: the rail is down, or on its way there."""
         try:
             return act()
         except QueuePairError as cause:

@@ -99,7 +99,7 @@ def load_verbs() -> SimpleNamespace:
 
 
 def why_unavailable(devices: list[str]) -> str | None:
-    """What keeps this process from using verbs; None if nothing does, as far as can be seen without a peer."""
+    """Return what keeps this process from using verbs; None if nothing does, as far as can be seen without a peer."""
     try:
         find_ports(devices)
         load_verbs()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two delegates say to each other about their queue pairs, over their proven TCP connection.
+"""Define the messages of two delegates about their queue pairs, over their proven TCP connection.
 
 A length of four bytes (little-endian) and one JSON object. Sizes, names and types are checked before anything is used.
 """

@@ -41,7 +41,7 @@ class VerbsReceived:
 
     @property
     def beyond(self) -> list[int]:
-        """What has arrived after the first that has not."""
+        """Return what has arrived after the first that has not."""
         return sorted(self._beyond)
 
     def number(self, immediate: int) -> int:
@@ -156,7 +156,7 @@ def _nearest(difference: int) -> int:
 
 
 class Outside(Protocol):
-    """What a session does to the world."""
+    """Effects of a session on the outside."""
 
     def say(self, message: VerbsMessage) -> None:
         """To the peer, in order."""
@@ -267,7 +267,7 @@ class VerbsSession:
             self._up_s, self._ever_up = now_s, True
 
     def next_s(self) -> float | None:
-        """When to `advance` though nothing happens."""
+        """Return when to `advance` though nothing happens."""
         due = [rail.due_s(self._in_flight(index)) for index, rail in enumerate(self._rails)]
         return min((due_s for due_s in due if due_s is not None), default=None)
 
@@ -324,7 +324,7 @@ class VerbsSession:
                 self.received_nbytes += self._outside.commit(chunk)
 
     def _in_flight(self, rail: int) -> int:
-        """What is on its way over this rail, and has to arrive."""
+        """Return what is on its way over this rail, and has to arrive."""
         return self._stripes.in_flight(rail) + self._grants_in_flight[rail]
 
     def _delivered(self, rail: int, chunk: int, nbytes: int) -> None:
