@@ -21,13 +21,13 @@ __all__ = ["AdaptraConfig", "analyze", "enable", "plan", "read_costs", "read_run
 
 _HOMES = {
     "AdaptraConfig": "config",
-    "analyze": "api",
+    "analyze": "tools.api",
     "enable": "patches",
-    "plan": "api",
-    "read_costs": "api",
-    "read_run": "telemetry.run_record",
-    "simulate": "api",
-    "sweep": "api",
+    "plan": "tools.api",
+    "read_costs": "tools.api",
+    "read_run": "tools.recordings.run_record",
+    "simulate": "tools.api",
+    "sweep": "tools.api",
 }
 
 
