@@ -26,7 +26,8 @@ def test_plans_use_the_memory_of_each_stage_and_never_more(start_ranks: Callable
         f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} "
         f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {ITERATIONS} "
         f"--emulate-compute-ms {COMPUTE_MS},{COMPUTE_MS},{COMPUTE_MS} "
-        f"--emulate-slow-link 1-2:latency_ms={LATENCY_MS},path=both --adaptra"
+        f"--emulate-slow-link 1-2:latency_ms={LATENCY_MS},path=both --adaptra "
+        f"--adaptra-trace-dir {tmp_path / 'run'}"
     )
     story = json.dumps({"room": ROOM, "shrinks": SHRINKS, "taken": TAKEN, "directory": str(tmp_path)})
     start_ranks(STAGES, [PROGRAM, story, *arguments.split()], timeout_s=80.0)
@@ -40,4 +41,5 @@ def test_plans_use_the_memory_of_each_stage_and_never_more(start_ranks: Callable
     before, after = ranks[1]["held"][SHRINKS - 1], ranks[1]["held"][-JUDGED:]
     assert before > ROOM[1] - TAKEN + MESSAGES_HELD, "else there is nothing to give back"
     assert max(after) <= ROOM[1] - TAKEN + MESSAGES_HELD
-    assert "has memory for 5" in (tmp_path / "logs" / "rank0.log").read_text()
+    # Not the training's log, which leaves lines out where noise makes many plans.
+    assert any("has memory for 5" in log.read_text() for log in (tmp_path / "run").glob("events-*.jsonl"))
