@@ -264,7 +264,8 @@ class TestReceiving:
         assert (seen == 0).all()
         assert link.inbound.claim_slots(SLOTS, 0.0)[1] == SLOTS // 2, "the others are still read"
         device.let_go(link.receiving)
-        until(lambda: link.inbound.claim_slots(SLOTS, 0.0)[1] == SLOTS // 2)
+        freed = list[int]()  # part by part, and each claim takes what it finds
+        until(lambda: freed.append(link.inbound.claim_slots(SLOTS, 0.0)[1]) or sum(freed) == SLOTS // 2)
         device.run()
         assert torch.equal(seen, numbers(2 * PART))
 
