@@ -40,6 +40,8 @@ from adaptra_megatron.elastic.protocol import (
 )
 
 READY = Readiness(0, 0, "host", "boot/net")
+_INTERRUPTED = "is interrupted"
+"""Label of the step in which a rank sees that another has failed."""
 _NOT_YET_IN = (Phase.RECEIVING, Phase.COMING, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT)
 """Of a process that rejoins: it does not train in its generation yet."""
 _NOT_ALONE = (Phase.BETWEEN, Phase.ATTEMPTING, Phase.COUNTING)
@@ -231,13 +233,13 @@ class Model:
         state = process.state
         assert state is not None
         if state.phase is Phase.BETWEEN:
-            yield "is interrupted", self._with(world, rank, self._settled(process._replace(state=state.interrupted())))
+            yield _INTERRUPTED, self._with(world, rank, self._settled(process._replace(state=state.interrupted())))
             return
-        yield "is interrupted", self._answered(world, rank, process, Interrupted())
+        yield _INTERRUPTED, self._answered(world, rank, process, Interrupted())
         if attempts and world.lates < self.scope.late_operations:
             after = self._answered(world, rank, process._replace(late=state.turn), Interrupted())
             if after.processes[rank].late is not None:  # else the fence has waited for it
-                yield "is interrupted and leaves an operation late", after._replace(lates=world.lates + 1)
+                yield f"{_INTERRUPTED} and leaves an operation late", after._replace(lates=world.lates + 1)
 
     def _carried_out(self, world: World, rank: int, process: Process, request: Any) -> Steps:
         state = process.state
@@ -442,7 +444,7 @@ def _only_looks(before: Rank, after: Rank | None, label: str) -> bool:
     """Return whether a step changes nothing that others look at, and is possible later, too."""
     if after is None:
         return False
-    if label == "is interrupted" or after.phase is Phase.DECIDING:  # the last to arrive
+    if label == _INTERRUPTED or after.phase is Phase.DECIDING:  # the last to arrive
         return True
     match before.request if before.phase is not Phase.BETWEEN else None:
         case Await() | AwaitAll() | AwaitChange():

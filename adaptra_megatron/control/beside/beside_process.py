@@ -104,7 +104,7 @@ class SidecarMessages(Generic[Said]):
 
 
 class Sidecar(ChildProcess):
-    """A process beside a rank that serves a listener of the rank's, and the channel of messages to it."""
+    """A sidecar process that serves a listener of its rank, and the channel of messages to it."""
 
     def __init__(self, module: str, listener: socket.socket, begin: SidecarMessage, timeout_s: float) -> None:
         """Starts it, as ChildProcess says, with `begin` as its first message. `timeout_s`: of the channel."""

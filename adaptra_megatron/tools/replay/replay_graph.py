@@ -401,9 +401,6 @@ class _Found:
             ends_s[key] = self.recorded[key][1] if message is None else max(ready_s) + message.seconds
             self.ready_s[key] = ready_s
 
-    def _sorted_lines(self) -> list[tuple[_Key, list[_Line]]]:
-        return [(key, self.lines[key]) for key in sorted(self.lines)]
-
 
 def _message_key(message: ReplayMessage) -> _Key:
     sender = message.sender
