@@ -29,7 +29,8 @@ from adaptra_megatron.config import AdaptraConfig
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
-    from adaptra_megatron.engine.runtime import AdaptraRuntime, Decorate
+    from adaptra_megatron.engine.features import Decorate
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 logger = logger_of(__name__)
 

@@ -28,9 +28,9 @@ from adaptra_megatron.engine.dispatch.dispatch import make_dispatcher
 from adaptra_megatron.engine.execution.disturbances import DisturbanceWatch
 from adaptra_megatron.engine.execution.executor import IterationReport, PipelineExecutor, make_timer
 from adaptra_megatron.engine.execution.first_iterations import COLD, FirstIterations
+from adaptra_megatron.engine.iteration_hooks import EngineFeature
 from adaptra_megatron.engine.iteration_work import IterationWork
 from adaptra_megatron.engine.measurement.measuring import EndedIteration, Measuring
-from adaptra_megatron.engine.measurement.megatron_spans import RangedTransport, SpannedTransport, megatron_span
 from adaptra_megatron.engine.measurement.reporting import (
     make_telemetry,
     membership_events,
@@ -47,7 +47,6 @@ from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs
 from adaptra_megatron.engine.training_job import Job, join_job
 from adaptra_megatron.megatron.computation import StageComputation
 from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups, work_of
-from adaptra_megatron.megatron.order_guard import OrderGuard
 from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.ir import Schedule
@@ -75,6 +74,7 @@ class Pipeline:
         self,
         call: PipelineCall,
         config: AdaptraConfig,
+        features: Sequence[EngineFeature],
         memory: MemorySource | None,
         groups: FaultTolerantGroups | None = None,
         optimizers: Sequence[Any] = (),
@@ -143,11 +143,12 @@ class Pipeline:
         """How many have run, evaluations among them."""
         self.training_iterations = 0
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
-        self.span = megatron_span()
-        """Maker of Megatron's spans; None where nobody asks for them."""
-        carrier: Transport = RangedTransport(self.transport) if config.profile_ranges else self.transport
+        self.hooks = [feature.hooks(self) for feature in features]
+        carrier: Transport = self.transport
+        for each in self.hooks:
+            carrier = each.wrap_transport(carrier)
         self._executor = PipelineExecutor(
-            carrier if self.span is None else SpannedTransport(carrier, self.span),
+            carrier,
             make_timer(clock),
             timeout_s=limit_s,
             receives_ahead=ahead,
@@ -264,14 +265,6 @@ class Pipeline:
         self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
         self._first.begin(call)
         self.telemetry.lead(leads=leads)
-
-    def guarded(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
-        """`computation`; in the first training iteration, where ranks come to orders of their own, its actions raise
-        UnsupportedFeatureError for a collective over ranks of different orders."""
-        layout = self._job.layout
-        if call.forward_only or self.training_iterations or not self.book.adapts:
-            return computation
-        return OrderGuard(layout.cells[layout.cell], call.micro_batches).decorate(computation)
 
     def run(
         self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0

@@ -27,7 +27,7 @@ from adaptra_megatron.elastic.generation import FIRST, Generation
 from adaptra_megatron.elastic.job_joining import RejoiningRank
 from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
 from adaptra_megatron.engine.execution.executor import IterationReport
-from adaptra_megatron.engine.measurement.megatron_spans import ranged_computation, spanned_computation
+from adaptra_megatron.engine.features import Decorate, make_features
 from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
 from adaptra_megatron.engine.outliving import CONNECT_S
 from adaptra_megatron.engine.pipeline import Pipeline
@@ -60,7 +60,6 @@ from adaptra_megatron.transport.message_keys import TwoPathTransport
 logger = logger_of(__name__)
 
 _NOT_TIMED = "and its actions and messages are not timed; iterations and their ranks are"
-Decorate = Callable[[StageComputation, int], StageComputation]
 
 
 class _Ran(NamedTuple):
@@ -105,7 +104,7 @@ class AdaptraRuntime:
         self._config = config
         self.weight_gradients = queue
         self._engine_layers = EngineLayers(queue)
-        self._decorate = decorate
+        self._features = make_features(config, decorate)
         self._memory, self._groups = memory, groups
         if groups is not None:
             groups.gather = self._gather
@@ -308,12 +307,9 @@ class AdaptraRuntime:
             conservation.begin(call.model_chunks)
         count = None if conservation is None else conservation.count
         computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call), count)
-        decorated = pipeline.guarded(call, computation)
-        decorated = self._decorate(decorated, call.stage) if self._decorate is not None else decorated
-        if self._config.profile_ranges:
-            decorated = ranged_computation(decorated)
-        if pipeline.span is not None:
-            decorated = spanned_computation(decorated, pipeline.span)
+        decorated: StageComputation = computation
+        for each in pipeline.hooks:
+            decorated = each.wrap_computation(call, decorated)
         if self.staggered is not None:
             decorated = ValidatedComputation(decorated, self.staggered)
         with iteration(call) as embedding:
@@ -451,7 +447,8 @@ class AdaptraRuntime:
 
     def _new_pipeline(self, call: PipelineCall) -> Pipeline:
         made = Pipeline(
-            call, self._config, self._memory, self._groups, self.sharded_optimizers, self._joining, self.sync_waits
+            *(call, self._config, self._features, self._memory, self._groups, self.sharded_optimizers),
+            *(self._joining, self.sync_waits),
         )
         self._joining = None
         return made

@@ -13,12 +13,17 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from adaptra_megatron.engine.iteration_hooks import IterationHooks
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
+from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, Transport
+
+if TYPE_CHECKING:
+    from adaptra_megatron.engine.pipeline import Pipeline
 
 # Named ranges around what a stage computes, sends, receives and waits for, for torch.profiler (Kineto, HTA) and, on
 # GPUs, Nsight Systems.
@@ -90,6 +95,18 @@ def _range(what: str) -> Iterator[None]:
         yield
 
 
+class ProfileRanges(IterationHooks):
+    """Puts named ranges around actions and messages."""
+
+    def wrap_transport(self, transport: Transport) -> Transport:
+        """See IterationHooks."""
+        return RangedTransport(transport)
+
+    def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """See IterationHooks."""
+        return ranged_computation(computation)
+
+
 Span = Callable[..., AbstractContextManager[Any]]
 """nemo-lens' managed_span(group, name, **attributes)."""
 
@@ -153,6 +170,22 @@ class SpannedTransport:
 
     def _of(self, name: str, key: MessageKey) -> AbstractContextManager[Any]:
         return self._span("communication", name, **_attributes(key.chunk, key.micro_batch))
+
+
+class MegatronSpans(IterationHooks):
+    """Makes Megatron's spans where nemo-lens is there and one of their groups is asked for."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline)
+        self._span = megatron_span()
+
+    def wrap_transport(self, transport: Transport) -> Transport:
+        """See IterationHooks."""
+        return transport if self._span is None else SpannedTransport(transport, self._span)
+
+    def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """See IterationHooks."""
+        return computation if self._span is None else spanned_computation(computation, self._span)
 
 
 def _action(span: Span, kind: str, chunk: int, micro_batch: int) -> AbstractContextManager[Any]:

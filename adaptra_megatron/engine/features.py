@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List the features that a configuration asks for; the module of any other feature is not imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks
+
+if TYPE_CHECKING:
+    from adaptra_megatron.engine.pipeline import Pipeline
+    from adaptra_megatron.megatron.computation import StageComputation
+    from adaptra_megatron.megatron.megatron_call import PipelineCall
+
+Decorate = Callable[["StageComputation", int], "StageComputation"]
+
+
+class GuardedOrder(IterationHooks):
+    """Refuses, in the first training iteration, collectives over ranks that will have orders of their own."""
+
+    def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """See IterationHooks. Actions raise UnsupportedFeatureError for such a collective."""
+        if call.forward_only or self.pipeline.training_iterations or not self.pipeline.book.adapts:
+            return computation
+        from adaptra_megatron.megatron.order_guard import OrderGuard
+
+        layout = self.pipeline.job.layout
+        return OrderGuard(layout.cells[layout.cell], call.micro_batches).decorate(computation)
+
+
+class Decorated(IterationHooks):
+    """Wraps computation by a function of it and the stage, as emulation and instrumentation hand it in."""
+
+    def __init__(self, pipeline: Pipeline, decorate: Decorate) -> None:
+        super().__init__(pipeline)
+        self._decorate = decorate
+
+    def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """See IterationHooks."""
+        return self._decorate(computation, call.stage)
+
+
+def make_features(config: AdaptraConfig, decorate: Decorate | None = None) -> list[EngineFeature]:
+    """Return the features that `config` asks for. `decorate`: see `Decorated`."""
+    features = [EngineFeature(GuardedOrder)]
+    if decorate is not None:
+        features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))
+    if config.profile_ranges:
+        from adaptra_megatron.engine.measurement.megatron_spans import ProfileRanges
+
+        features.append(EngineFeature(ProfileRanges))
+    if _has_nemo_lens():
+        from adaptra_megatron.engine.measurement.megatron_spans import MegatronSpans
+
+        features.append(EngineFeature(MegatronSpans))
+    return features
+
+
+def _has_nemo_lens() -> bool:
+    try:
+        return importlib.util.find_spec("nemo.lens") is not None
+    except (ImportError, ValueError):
+        return False
