@@ -127,7 +127,7 @@ def rank(output: Path, stopped_s: float, argv: list[str]) -> None:
         with stopped_by_turns(stopped_s) if stopped_s and dist.get_rank() == STRAGGLER else memoryless():
             trainer.run()
     copy(args.train_iters)
-    updates = {} if applied is None else applied.runtime.summary()["updates"]
+    updates = {} if applied is None else applied.runtime.summary().get("updates", {})
     if applied is not None:
         applied.undo()
     if first:

@@ -14,19 +14,25 @@ if TYPE_CHECKING:
 
 
 def _around_straggler(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.update_features import ReplicaReductions
+
+    reduction = runtime.feature(ReplicaReductions).reduction
+
     @functools.wraps(stock)
     def start_grad_sync(bucket_group: Any, *given: Any, **keywords: Any) -> None:
-        assert runtime.gradients is not None
-        runtime.gradients.start(stock, bucket_group, *given, **keywords)
+        reduction.start(stock, bucket_group, *given, **keywords)
 
     return start_grad_sync
 
 
 def _waiting(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.update_features import ReplicaReductions
+
+    reduction = runtime.feature(ReplicaReductions).reduction
+
     @functools.wraps(stock)
     def finish_grad_sync(bucket_group: Any, *given: Any, **keywords: Any) -> None:
-        assert runtime.gradients is not None
-        runtime.gradients.finish(stock, bucket_group, *given, **keywords)
+        reduction.finish(stock, bucket_group, *given, **keywords)
 
     return finish_grad_sync
 

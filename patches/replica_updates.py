@@ -21,39 +21,48 @@ _FLAG = "under --adaptra-sync-mode other than ssgd: "
 
 
 def _updates(runtime: AdaptraRuntime) -> ReplicaUpdates:
-    assert runtime.updates is not None
-    return runtime.updates
+    from adaptra_megatron.engine.update_features import PartialUpdates
+
+    return runtime.feature(PartialUpdates).updates
 
 
 def _reduce(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    updates = _updates(runtime)
+
     @functools.wraps(stock)
     def start_grad_sync(bucket_group: Any, *given: Any, **keywords: Any) -> None:
-        _updates(runtime).start(stock, bucket_group, *given, **keywords)
+        updates.start(stock, bucket_group, *given, **keywords)
 
     return start_grad_sync
 
 
 def _step(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    updates = _updates(runtime)
+
     @functools.wraps(stock)
     def step(self: Any) -> Any:
-        return _updates(runtime).step(self, functools.partial(stock, self))
+        return updates.step(self, functools.partial(stock, self))
 
     return step
 
 
 def _keep(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    updates = _updates(runtime)
+
     @functools.wraps(stock)
     def zero_grad_buffer(self: Any) -> None:
-        if not _updates(runtime).keeps_gradients:
+        if not updates.keeps_gradients:
             stock(self)
 
     return zero_grad_buffer
 
 
 def _alone(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    updates = _updates(runtime)
+
     @functools.wraps(stock)
     def get_data_parallel_group(*given: Any, **keywords: Any) -> Any:
-        alone = _updates(runtime).group_alone
+        alone = updates.group_alone
         return stock(*given, **keywords) if alone is None else alone
 
     return get_data_parallel_group

@@ -17,8 +17,9 @@ _VERSIONS = ">=0.14,<0.17"
 
 
 def _step(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    assert runtime.staggered is not None
-    staggered = runtime.staggered
+    from adaptra_megatron.engine.update_features import StaggeredSteps
+
+    staggered = runtime.feature(StaggeredSteps).optimizer
 
     @functools.wraps(stock)
     def step(self: Any) -> Any:

@@ -56,6 +56,18 @@ def make_features(config: AdaptraConfig, decorate: Decorate | None = None) -> li
         from adaptra_megatron.engine.measurement.megatron_spans import MegatronSpans
 
         features.append(EngineFeature(MegatronSpans))
+    if config.staggered_optimizer:
+        from adaptra_megatron.engine.update_features import StaggeredSteps
+
+        features.append(StaggeredSteps())
+    if config.gradient_sync != "stock":
+        from adaptra_megatron.engine.update_features import ReplicaReductions
+
+        features.append(ReplicaReductions(config))
+    if config.sync_mode != "ssgd":
+        from adaptra_megatron.engine.update_features import PartialUpdates
+
+        features.append(PartialUpdates(config))
     return features
 
 

@@ -3,14 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from adaptra_megatron.schedule.ir import Schedule
 
 if TYPE_CHECKING:
+    from adaptra_megatron.engine.execution.executor import IterationReport
     from adaptra_megatron.engine.pipeline import Pipeline
     from adaptra_megatron.megatron.computation import StageComputation
     from adaptra_megatron.megatron.megatron_call import PipelineCall
     from adaptra_megatron.transport.message_keys import Transport
+
+
+class Attempted(NamedTuple):
+    """Result of an attempt at an iteration."""
+
+    report: IterationReport
+    schedule: Schedule
+    losses: list[Any]
+    """Those that the training script gets."""
+
+
+Attempt = Callable[["PipelineCall", int], Attempted]
+"""Runs all of an iteration, given its call and the number of the attempt."""
 
 
 class IterationHooks:
@@ -28,6 +44,10 @@ class IterationHooks:
         """Return the transport by which the pipeline's messages go."""
         return transport
 
+    def carry_out(self, attempt: Attempt, call: PipelineCall) -> Attempted:
+        """Run the iteration of `call` by `attempt`, once or until its result counts; return that result."""
+        return attempt(call, 0)
+
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
         """Return the computation of an attempt at the iteration of `call`."""
         return computation
@@ -40,6 +60,21 @@ class EngineFeature:
         """`hooks`: of a feature that is no more than these, their class."""
         self._hooks = hooks
 
-    def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        """Return the feature's hooks for a new pipeline, of which a process has one per group of model chunks."""
+    def hooks(self, pipeline: Pipeline, call: PipelineCall) -> IterationHooks:
+        """Return the feature's hooks for a new pipeline, whose first call is `call`."""
         return self._hooks(pipeline)
+
+    def iterate(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
+        """Carry out one call of Megatron's forward_backward function by `run`, which has these `arguments`, with a
+        pipeline or with stock's own schedule; return its result."""
+        return run()
+
+    def settle(self) -> None:
+        """Make parameters and optimizer what they are in stock at this point. Collective over the job."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return what ran, for reports and tests: plain numbers and text."""
+        return {}
+
+    def close(self) -> None:
+        """End threads."""

@@ -143,7 +143,7 @@ class Pipeline:
         """How many have run, evaluations among them."""
         self.training_iterations = 0
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
-        self.hooks = [feature.hooks(self) for feature in features]
+        self.hooks = [feature.hooks(self, call) for feature in features]
         carrier: Transport = self.transport
         for each in self.hooks:
             carrier = each.wrap_transport(carrier)

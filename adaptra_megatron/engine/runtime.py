@@ -9,7 +9,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,8 @@ from adaptra_megatron.elastic.commit import Word
 from adaptra_megatron.elastic.generation import FIRST, Generation
 from adaptra_megatron.elastic.job_joining import RejoiningRank
 from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
-from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.features import Decorate, make_features
+from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
 from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
 from adaptra_megatron.engine.outliving import CONNECT_S
 from adaptra_megatron.engine.pipeline import Pipeline
@@ -35,19 +35,15 @@ from adaptra_megatron.engine.rank_transports import keeps_stock
 from adaptra_megatron.engine.rejoining import Joining, Training, hand_over, take_place
 from adaptra_megatron.engine.single_stage import ONE_STAGE, SingleStage
 from adaptra_megatron.megatron.computation import MegatronComputation, StageComputation
-from adaptra_megatron.megatron.gradients.gradient_reduction import GradientReduction
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
 from adaptra_megatron.megatron.megatron_call import PipelineCall, config_of, pipeline_call
 from adaptra_megatron.megatron.megatron_iteration import (
-    RepeatableIteration,
     finish_gradients,
     forget_gradients,
     iteration,
 )
-from adaptra_megatron.megatron.refusals import kept_in_order, refuse_for_staggering
-from adaptra_megatron.megatron.replica_updates import ReplicaUpdates
-from adaptra_megatron.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
+from adaptra_megatron.megatron.refusals import kept_in_order
 from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
@@ -62,11 +58,7 @@ logger = logger_of(__name__)
 _NOT_TIMED = "and its actions and messages are not timed; iterations and their ranks are"
 
 
-class _Ran(NamedTuple):
-    report: IterationReport
-    schedule: Schedule
-    losses: list[Any]
-    """Those that the training script gets."""
+Found = TypeVar("Found", bound=EngineFeature)
 
 
 class _HostPath(NamedTuple):
@@ -99,8 +91,6 @@ class AdaptraRuntime:
         """True while actions of an iteration run."""
         self.sharded_optimizers: list[Any] = []
         """Megatron's distributed optimizers, where training survives rank failures."""
-        self.staggered = StaggeredOptimizer() if config.staggered_optimizer else None
-        """None where steps wait for all stages' gradients."""
         self._config = config
         self.weight_gradients = queue
         self._engine_layers = EngineLayers(queue)
@@ -123,12 +113,6 @@ class AdaptraRuntime:
         """Until its first iteration, of a process that takes the place of a rank that had left."""
         self._single: SingleStage | None = None
         """Where stock's own schedule runs."""
-        stock_sums = config.gradient_sync == "stock"
-        self.gradients = None if stock_sums else GradientReduction(config.gradient_sync, config.timeout_s)
-        """Reductions of gradients around a straggler."""
-        synchronous = config.sync_mode == "ssgd"
-        self.updates = None if synchronous else ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
-        """Updates by some of the replicas; None where all make each."""
         self.sync_waits = SyncWaits() if config.watches_stragglers else None
         """Where replicas that come last are looked for."""
         self._is_on = False
@@ -150,8 +134,16 @@ class AdaptraRuntime:
         self._say_it_is_on()
         if stock is not None and (why := self._why_stock(arguments, interleaved=interleaved)):
             return self.run_stock(stock, arguments, f"{why}: stock's own schedule runs, {_NOT_TIMED}")
-        run = functools.partial(self._run_pipeline, arguments, interleaved=interleaved)
-        return run() if self.updates is None else self.updates.iterate(run, arguments)
+        return self._carry_out(functools.partial(self._run_pipeline, arguments, interleaved=interleaved), arguments)
+
+    def feature(self, kind: type[Found]) -> Found:
+        """Return the feature of a class, which the configuration has asked for."""
+        return next(each for each in self._features if isinstance(each, kind))
+
+    def _carry_out(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
+        for each in self._features:
+            run = functools.partial(each.iterate, run, arguments)
+        return run()
 
     def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
         """Return why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
@@ -190,8 +182,7 @@ class AdaptraRuntime:
         self._say_it_is_on()
         if self._single is None:
             self._single = SingleStage(arguments, self._config, why, self.sync_waits)
-        run = functools.partial(self._single.run, stock, arguments)
-        return run() if self.updates is None else self.updates.iterate(run, arguments)
+        return self._carry_out(functools.partial(self._single.run, stock, arguments), arguments)
 
     def take_place(self) -> Mapping[str, Any] | None:
         """Have this process, if it takes the place of a rank that had left, go on where the others are. Called before
@@ -230,19 +221,18 @@ class AdaptraRuntime:
     def settle(self) -> None:
         """Make parameters and optimizer what they are in stock at this point: for scripts that read them between two
         iterations by other means than Megatron's save_checkpoint and evaluations. Collective over the job."""
-        if self.staggered is not None:
-            self.staggered.settle()
-        if self.updates is not None:
-            self.updates.settle()
+        for each in self._features:
+            each.settle()
 
     def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
         if call.forward_only:
             self.settle()
         pipeline.begin(call)
-        if self.staggered is not None and self.staggered.unvalidated:
-            ran = self._attempt_after(self.staggered, pipeline, call)
-        elif pipeline.survival is None:
-            ran = self._attempt(pipeline, call)
+        if pipeline.survival is None:
+            run: Attempt = functools.partial(self._attempt, pipeline)
+            for each in pipeline.hooks:
+                run = _carried_out(each, run)
+            ran = run(call, 0)
         else:
             attempt = functools.partial(self._attempt_among, pipeline, call)
             ran = pipeline.survival.carry_out(attempt, trains=not call.forward_only)
@@ -253,17 +243,7 @@ class AdaptraRuntime:
         pipeline.end(call, ran.report)
         return ran.losses
 
-    def _attempt_after(self, staggered: StaggeredOptimizer, pipeline: Pipeline, call: PipelineCall) -> _Ran:
-        """After steps that may have to be taken back: then all ranks come to the end of a first attempt, for what they
-        have sent each other, and it counts for nothing."""
-        repeatable = RepeatableIteration(call)
-        ran = self._attempt(pipeline, repeatable.call)
-        if staggered.settle():
-            repeatable.rewind()
-            ran = self._attempt(pipeline, repeatable.call, 1)
-        return ran
-
-    def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, generation: Generation, number: int) -> _Ran:
+    def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, generation: Generation, number: int) -> Attempted:
         """`number`: of tries that did not commit, in which other ranks may have died."""
         pipeline.enter(call, generation)
         if self._groups is not None:
@@ -300,7 +280,7 @@ class AdaptraRuntime:
                     group.param_gather_handle = None
                 chunk.start_param_sync(force_sync=True)
 
-    def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> _Ran:
+    def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> Attempted:
         schedule = pipeline.schedule(call)
         conservation = None if call.forward_only else self.conservation
         if conservation is not None:
@@ -310,8 +290,6 @@ class AdaptraRuntime:
         decorated: StageComputation = computation
         for each in pipeline.hooks:
             decorated = each.wrap_computation(call, decorated)
-        if self.staggered is not None:
-            decorated = ValidatedComputation(decorated, self.staggered)
         with iteration(call) as embedding:
             self.runs_actions = True
             try:
@@ -327,7 +305,7 @@ class AdaptraRuntime:
             losses = computation.losses
             if pipeline.rerouting is not None and pipeline.routes(call):
                 losses = pipeline.rerouting.end(losses)
-        return _Ran(report, schedule, losses)
+        return Attempted(report, schedule, losses)
 
     def _verify(self, call: PipelineCall, tokens: torch.Tensor | None, divisor: torch.Tensor) -> Conserved | None:
         """None where the job does not survive rank failures. `tokens`: None unless losses are per token. Raises as
@@ -366,12 +344,9 @@ class AdaptraRuntime:
             "online_iterations": sum(pipeline.dispatcher.online_iterations for pipeline in self._pipelines.values()),
             "moved_actions": sum(pipeline.dispatcher.moved_actions for pipeline in self._pipelines.values()),
             "routed_iterations": sum(each.routed_iterations for each in reroutings),
-            "early_steps": 0 if self.staggered is None else self.staggered.early_steps,
-            "steps_taken_back": 0 if self.staggered is None else self.staggered.steps_taken_back,
             "swapped_micro_batches": sum(each.swapped_micro_batches for each in reroutings),
-            "gradient_sync": {} if self.gradients is None else self.gradients.used,
-            "updates": {} if self.updates is None else dict(self.updates.used),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
+            **{name: value for each in self._features for name, value in each.summary().items()},
         }
 
     def _links(self) -> dict[str, Any]:
@@ -402,10 +377,8 @@ class AdaptraRuntime:
         self._engine_layers.restore()
         if self._single is not None:
             self._single.close()
-        if self.gradients is not None:
-            self.gradients.close()
-        if self.updates is not None:
-            self.updates.close()
+        for each in self._features:
+            each.close()
         ended = [pipeline.close() for pipeline in self._pipelines.values()]
         self._pipelines.clear()
         return all(ended)
@@ -464,10 +437,12 @@ class AdaptraRuntime:
             )
         self.weight_gradients.leave_whole(call.model_chunks)
         self._engine_layers.split(call.model_chunks, call.config)
-        if self.staggered is not None:
-            refuse_for_staggering(call.config)
         if self._config.policy == "adapt":
             _warn_of_other_draws(call)
+
+
+def _carried_out(hooks: IterationHooks, attempt: Attempt) -> Attempt:
+    return lambda call, number: hooks.carry_out(attempt, call)
 
 
 def _identity(call: PipelineCall) -> tuple[int, ...]:

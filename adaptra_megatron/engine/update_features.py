@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features that change when and by which replicas parameters are updated; each imports its part only once made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
+from adaptra_megatron.megatron.megatron_iteration import RepeatableIteration
+from adaptra_megatron.megatron.refusals import refuse_for_staggering
+
+if TYPE_CHECKING:
+    from adaptra_megatron.engine.pipeline import Pipeline
+    from adaptra_megatron.megatron.computation import StageComputation
+    from adaptra_megatron.megatron.megatron_call import PipelineCall
+    from adaptra_megatron.megatron.staggered_optimizer import StaggeredOptimizer
+
+
+class StaggeredSteps(EngineFeature):
+    """Optimizer steps that do not wait for the slowest stage."""
+
+    def __init__(self) -> None:
+        from adaptra_megatron.megatron.staggered_optimizer import StaggeredOptimizer
+
+        super().__init__()
+        self.optimizer = StaggeredOptimizer()
+
+    def hooks(self, pipeline: Pipeline, call: PipelineCall) -> IterationHooks:
+        """See EngineFeature. Raises UnsupportedFeatureError for settings that such steps cannot have."""
+        refuse_for_staggering(call.config)
+        return StaggeredIterations(pipeline, self.optimizer)
+
+    def settle(self) -> None:
+        """See EngineFeature."""
+        self.optimizer.settle()
+
+    def summary(self) -> Mapping[str, Any]:
+        """See EngineFeature."""
+        return {"early_steps": self.optimizer.early_steps, "steps_taken_back": self.optimizer.steps_taken_back}
+
+
+class StaggeredIterations(IterationHooks):
+    """Iterations after steps that may have to be taken back."""
+
+    def __init__(self, pipeline: Pipeline, optimizer: StaggeredOptimizer) -> None:
+        super().__init__(pipeline)
+        self._optimizer = optimizer
+
+    def carry_out(self, attempt: Attempt, call: PipelineCall) -> Attempted:
+        """See IterationHooks. After a step that may have to be taken back, all ranks come to the end of a first
+        attempt, for what they have sent each other; if it was taken back, that attempt counts for nothing."""
+        if not self._optimizer.unvalidated:
+            return attempt(call, 0)
+        repeatable = RepeatableIteration(call)
+        ran = attempt(repeatable.call, 0)
+        if self._optimizer.settle():
+            repeatable.rewind()
+            ran = attempt(repeatable.call, 1)
+        return ran
+
+    def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """See IterationHooks."""
+        from adaptra_megatron.megatron.staggered_optimizer import ValidatedComputation
+
+        return ValidatedComputation(computation, self._optimizer)
+
+
+class ReplicaReductions(EngineFeature):
+    """Reductions of gradients around a straggler."""
+
+    def __init__(self, config: AdaptraConfig) -> None:
+        from adaptra_megatron.megatron.gradients.gradient_reduction import GradientReduction
+
+        super().__init__()
+        self.reduction = GradientReduction(config.gradient_sync, config.timeout_s)
+
+    def summary(self) -> Mapping[str, Any]:
+        """See EngineFeature."""
+        return {"gradient_sync": self.reduction.used}
+
+    def close(self) -> None:
+        """See EngineFeature."""
+        self.reduction.close()
+
+
+class PartialUpdates(EngineFeature):
+    """Updates by some of the replicas."""
+
+    def __init__(self, config: AdaptraConfig) -> None:
+        from adaptra_megatron.megatron.replica_updates import ReplicaUpdates
+
+        super().__init__()
+        self.updates = ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
+
+    def iterate(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
+        """See EngineFeature."""
+        return self.updates.iterate(run, arguments)
+
+    def settle(self) -> None:
+        """See EngineFeature."""
+        self.updates.settle()
+
+    def summary(self) -> Mapping[str, Any]:
+        """See EngineFeature."""
+        return {"updates": dict(self.updates.used)}
+
+    def close(self) -> None:
+        """See EngineFeature."""
+        self.updates.close()
