@@ -10,23 +10,32 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
+    from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
     from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 
+def _waits(runtime: AdaptraRuntime) -> SyncWaits:
+    from adaptra_megatron.engine.features import StragglerMonitoring
+
+    return runtime.feature(StragglerMonitoring).waits
+
+
 def _timed_sync(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    waits = _waits(runtime)
+
     @functools.wraps(stock)
     def finish_grad_sync(chunk: Any, *given: Any, **keywords: Any) -> Any:
-        assert runtime.sync_waits is not None
-        return runtime.sync_waits.synchronize(functools.partial(stock, chunk, *given, **keywords))
+        return waits.synchronize(functools.partial(stock, chunk, *given, **keywords))
 
     return finish_grad_sync
 
 
 def _timed_data(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    waits = _waits(runtime)
+
     @functools.wraps(stock)
     def next_batch(iterator: Any) -> Any:
-        assert runtime.sync_waits is not None
-        return runtime.sync_waits.read(functools.partial(stock, iterator))
+        return waits.read(functools.partial(stock, iterator))
 
     return next_batch
 

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks
+from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.pipeline import Pipeline
+    from adaptra_megatron.engine.training_job import Job
     from adaptra_megatron.megatron.computation import StageComputation
     from adaptra_megatron.megatron.megatron_call import PipelineCall
+    from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 
 Decorate = Callable[["StageComputation", int], "StageComputation"]
 
@@ -43,6 +45,32 @@ class Decorated(IterationHooks):
         return self._decorate(computation, call.stage)
 
 
+class StragglerMonitoring(EngineFeature):
+    """Finds replicas that come last to gradient synchronisation, where there are several."""
+
+    def __init__(self, config: AdaptraConfig) -> None:
+        from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
+
+        super().__init__()
+        self._config, self.waits = config, SyncWaits()
+
+    def hooks(self, pipeline: Pipeline, call: PipelineCall) -> IterationHooks:
+        """See EngineFeature."""
+        if pipeline.job.layout.replicas < 2:
+            return IterationHooks(pipeline)
+        from adaptra_megatron.engine.measurement.sync_arrivals import MonitoredIterations, arrivals_of
+
+        return MonitoredIterations(pipeline, arrivals_of(pipeline.job, self._config, pipeline.telemetry, self.waits))
+
+    def stock_hooks(self, job: Job, telemetry: RunTelemetry) -> StockHooks:
+        """See EngineFeature."""
+        if job.layout.replicas < 2:
+            return StockHooks()
+        from adaptra_megatron.engine.measurement.sync_arrivals import MonitoredStock, arrivals_of
+
+        return MonitoredStock(arrivals_of(job, self._config, telemetry, self.waits))
+
+
 def make_features(config: AdaptraConfig, decorate: Decorate | None = None) -> list[EngineFeature]:
     """Return the features that `config` asks for. `decorate`: see `Decorated`."""
     features = [EngineFeature(GuardedOrder)]
@@ -56,6 +84,8 @@ def make_features(config: AdaptraConfig, decorate: Decorate | None = None) -> li
         from adaptra_megatron.engine.measurement.megatron_spans import MegatronSpans
 
         features.append(EngineFeature(MegatronSpans))
+    if config.watches_stragglers:
+        features.append(StragglerMonitoring(config))
     if config.staggered_optimizer:
         from adaptra_megatron.engine.update_features import StaggeredSteps
 

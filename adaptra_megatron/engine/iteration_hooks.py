@@ -10,9 +10,12 @@ from adaptra_megatron.schedule.ir import Schedule
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.execution.executor import IterationReport
+    from adaptra_megatron.engine.measurement.measuring import EndedIteration
     from adaptra_megatron.engine.pipeline import Pipeline
+    from adaptra_megatron.engine.training_job import Job
     from adaptra_megatron.megatron.computation import StageComputation
     from adaptra_megatron.megatron.megatron_call import PipelineCall
+    from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
     from adaptra_megatron.transport.message_keys import Transport
 
 
@@ -52,6 +55,25 @@ class IterationHooks:
         """Return the computation of an attempt at the iteration of `call`."""
         return computation
 
+    def commit(self, call: PipelineCall) -> None:
+        """Act once the iteration of `call` will not be attempted again; all of it has been launched."""
+
+    def measured(self, ended: EndedIteration) -> None:
+        """Use what a training iteration measured: on a GPU when the next one begins, or the pipeline is closed."""
+
+    def close(self) -> None:
+        """End threads and files: the pipeline has ended."""
+
+
+class StockHooks:
+    """One feature's part in iterations that stock's own schedule runs, on one rank."""
+
+    def end(self, iteration: int, seconds: float) -> None:
+        """Act once a training iteration has taken `seconds`. `iteration`: its number, evaluations counted."""
+
+    def close(self) -> None:
+        """End threads and files."""
+
 
 class EngineFeature:
     """One feature's part in a process, made when patches are applied. Lives as long as they do."""
@@ -63,6 +85,10 @@ class EngineFeature:
     def hooks(self, pipeline: Pipeline, call: PipelineCall) -> IterationHooks:
         """Return the feature's hooks for a new pipeline, whose first call is `call`."""
         return self._hooks(pipeline)
+
+    def stock_hooks(self, job: Job, telemetry: RunTelemetry) -> StockHooks:
+        """Return the feature's hooks where stock's own schedule runs."""
+        return StockHooks()
 
     def iterate(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """Carry out one call of Megatron's forward_backward function by `run`, which has these `arguments`, with a

@@ -37,7 +37,6 @@ from adaptra_megatron.engine.measurement.reporting import (
     path_states,
     rank_figures,
 )
-from adaptra_megatron.engine.measurement.sync_waits import SyncArrivals, SyncWaits
 from adaptra_megatron.engine.outliving import hold_copies, outlive, refuse_fault_tolerance
 from adaptra_megatron.engine.planning import agreed_plan, make_planner
 from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
@@ -79,12 +78,11 @@ class Pipeline:
         groups: FaultTolerantGroups | None = None,
         optimizers: Sequence[Any] = (),
         joining: Joining | None = None,
-        waits: SyncWaits | None = None,
     ) -> None:
         """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
         None: the device. `groups`: this process's, where training survives rank failures, and `optimizers`, the
         distributed ones. `joining`: where the others have begun before, and this process takes the place of a rank
-        that had left. `waits`: this process's in gradient synchronisation, where stragglers are looked for.
+        that had left.
 
         Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
         """
@@ -165,9 +163,8 @@ class Pipeline:
         """The first iterations of this set of live ranks."""
         self._works = IterationWork(job, self.book, self.dispatcher, self.rerouting, self._meter)
         self._begun_s = 0.0
-        self._arrivals = SyncArrivals.make(self._job, config, self.telemetry, waits)
         self._measuring = Measuring(
-            self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals, work_of(call.model_chunks)
+            self._job, self.transport, self.dispatcher, self.telemetry, self.hooks, work_of(call.model_chunks)
         )
         self._generation = FIRST
         """The one that links and routes were made for."""
@@ -283,6 +280,8 @@ class Pipeline:
         """All of the iteration has been launched. What it measured is handed in and told once it has happened: at once
         on the CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
         self._first.end()
+        for each in self.hooks:
+            each.commit(call)
         if self.rerouting is not None and self.routes(call):
             self.rerouting.ended(forward_only=call.forward_only)
         ended = EndedIteration(
@@ -295,7 +294,7 @@ class Pipeline:
             now_s = time.monotonic()
             self._disturbances.ended(now_s)
             seconds = now_s - self._begun_s
-            ended = ended._replace(seconds=seconds, waits=None if self._arrivals is None else self._arrivals.take())
+            ended = ended._replace(seconds=seconds)
             figures = rank_figures(self.transport, report, self.book.number, seconds, self.survival)
             self.telemetry.trained(figures, *path_states(self.transport, self._job.layout.pipeline))
             self.training_iterations += 1
@@ -352,8 +351,8 @@ class Pipeline:
         if self.survival is not None:
             self.survival.close(well=self._failure is None)
         self._clock.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        for each in self.hooks:
+            each.close()
         self.telemetry.close()
         return ended
 

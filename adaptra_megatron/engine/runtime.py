@@ -28,7 +28,6 @@ from adaptra_megatron.elastic.job_joining import RejoiningRank
 from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
 from adaptra_megatron.engine.features import Decorate, make_features
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
-from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
 from adaptra_megatron.engine.outliving import CONNECT_S
 from adaptra_megatron.engine.pipeline import Pipeline
 from adaptra_megatron.engine.rank_transports import keeps_stock
@@ -113,8 +112,6 @@ class AdaptraRuntime:
         """Until its first iteration, of a process that takes the place of a rank that had left."""
         self._single: SingleStage | None = None
         """Where stock's own schedule runs."""
-        self.sync_waits = SyncWaits() if config.watches_stragglers else None
-        """Where replicas that come last are looked for."""
         self._is_on = False
         """Whether this process has run a schedule."""
         self._owner = OwningProcess()
@@ -181,7 +178,7 @@ class AdaptraRuntime:
         """
         self._say_it_is_on()
         if self._single is None:
-            self._single = SingleStage(arguments, self._config, why, self.sync_waits)
+            self._single = SingleStage(arguments, self._config, why, self._features)
         return self._carry_out(functools.partial(self._single.run, stock, arguments), arguments)
 
     def take_place(self) -> Mapping[str, Any] | None:
@@ -421,7 +418,7 @@ class AdaptraRuntime:
     def _new_pipeline(self, call: PipelineCall) -> Pipeline:
         made = Pipeline(
             *(call, self._config, self._features, self._memory, self._groups, self.sharded_optimizers),
-            *(self._joining, self.sync_waits),
+            self._joining,
         )
         self._joining = None
         return made

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.engine.iteration_hooks import EngineFeature
 from adaptra_megatron.engine.measurement.reporting import make_telemetry
-from adaptra_megatron.engine.measurement.sync_waits import SyncArrivals, SyncWaits
 from adaptra_megatron.engine.training_job import join_job
 from adaptra_megatron.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.megatron.megatron_call import config_of, shared_groups
@@ -26,11 +26,10 @@ class SingleStage:
     """One rank's. Its iterations are stock's; telemetry tells of them."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], config: AdaptraConfig, why: str, waits: SyncWaits | None = None
+        self, arguments: Mapping[str, Any], config: AdaptraConfig, why: str, features: Sequence[EngineFeature]
     ) -> None:
         """Collective over the job's ranks, with the first call of each, which `arguments` are of. `why`: stock's
-        schedule runs, for the log. `waits`: this process's in gradient synchronisation, where stragglers are looked
-        for.
+        schedule runs, for the log.
 
         Raises ExchangeError when ranks do not meet.
         """
@@ -38,7 +37,7 @@ class SingleStage:
         megatron = config_of(model[0] if isinstance(model, list) else model)
         self._job = join_job(groups.pp, shared_groups(megatron, groups), config)
         self._telemetry = make_telemetry(self._job, 1, config, goes_on=False)
-        self._arrivals = SyncArrivals.make(self._job, config, self._telemetry, waits)
+        self._hooks = [feature.stock_hooks(self._job, self._telemetry) for feature in features]
         self.training_iterations = 0
         self._iterations = 0
         if self._job.layout.rank == min(self._job.layout.workers):
@@ -54,14 +53,14 @@ class SingleStage:
         if not arguments.get("forward_only"):
             self.training_iterations += 1
             seconds = time.monotonic() - begun_s
-            if self._arrivals is not None:
-                self._arrivals.add(self._iterations - 1, seconds, self._arrivals.take(), None)
+            for each in self._hooks:
+                each.end(self._iterations - 1, seconds)
             self._telemetry.trained(RankFigures(iteration_s=seconds, peak_in_flight=1.0, plan_number=0))
         return results
 
     def close(self) -> None:
         """End threads and files."""
         self._job.clock.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        for each in self._hooks:
+            each.close()
         self._telemetry.close()

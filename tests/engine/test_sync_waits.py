@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.control.detector.straggler_arrivals import Row
-from adaptra_megatron.engine.measurement.sync_waits import ClockMoments, StreamMoments, SyncArrivals, SyncWaits
+from adaptra_megatron.engine.measurement.sync_arrivals import SyncArrivals
+from adaptra_megatron.engine.measurement.sync_waits import ClockMoments, StreamMoments, SyncWaits
 
 
 class Stream:

@@ -18,8 +18,8 @@ from adaptra_megatron.control.paths.steering import LinkSteering
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport
+from adaptra_megatron.engine.iteration_hooks import IterationHooks
 from adaptra_megatron.engine.measurement.reporting import arrival_records
-from adaptra_megatron.engine.measurement.sync_waits import IterationWaits, SyncArrivals
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.ir import Kind
@@ -87,8 +87,6 @@ class EndedIteration(NamedTuple):
     disturbance: str | None
     memory: StageMemory | None
     seconds: float = 0.0
-    waits: IterationWaits | None = None
-    """In gradient synchronisation; None where that is not measured."""
 
 
 class Measuring:
@@ -100,14 +98,13 @@ class Measuring:
         transport: Transport,
         dispatcher: Dispatcher,
         telemetry: RunTelemetry,
-        arrivals: SyncArrivals | None = None,
+        hooks: Sequence[IterationHooks] = (),
         work: tuple[str, ...] = (),
     ) -> None:
-        """All of them are this rank's. `arrivals`: None where no stragglers are looked for. `work`: see
-        StageMeasurement."""
+        """All of them are this rank's. `work`: see StageMeasurement."""
         self._work = work
         self._job, self._transport, self._dispatcher, self._telemetry = job, transport, dispatcher, telemetry
-        self._arrivals = arrivals
+        self._hooks = hooks
         self.unsettled: EndedIteration | None = None
         """The latest iteration, until what it measured is handed in."""
 
@@ -127,9 +124,8 @@ class Measuring:
         if not call.forward_only:
             self.hand_in(exchange, steering, ended, times, nbytes)
             self._dispatcher.ran(ended.report.steps, records, arrivals)
-            if self._arrivals is not None:
-                computed_s = sum(record.compute_s for record in records)
-                self._arrivals.add(ended.iteration, ended.seconds, ended.waits, computed_s)
+            for each in self._hooks:
+                each.measured(ended)
         offset_s = self._job.clock.drifted(time.monotonic())
         self._telemetry.traced(ended.iteration, records, arrivals, offset_s)
         if call.config.timers is not None:
