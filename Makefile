@@ -55,7 +55,7 @@ help:
 	@echo 'make campaign-deaths  300 trainings in which ranks die at the worst moments, and much is late (DEATHS="--seed=7 --runs=50")'
 	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
 	@echo 'make postings  20000 random jobs on a model of GPUs, for each rule of posting receives (POSTINGS=--cases=500 for fewer)'
-	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
+	@echo 'make bench-rdma  its throughput there, and that of ib_write_bw'
 	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
 	@echo "make test-megatron-units  Megatron-LM's own unit tests of pipelines, on 8 CPU ranks, without and with adaptra"
@@ -92,13 +92,13 @@ demo: $(INSTALLED)
 # Two runs of pytest share the machine, since ranks mostly wait for each other: the trainings in one; in the other what has
 # one process, then what mostly waits, and last the fault campaign, which has deadlines.
 PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30
-BESIDE_TRAININGS := $(addprefix tests/,benchmarks common control/detector gradsync fuzz gpu patches schedule tools) $(wildcard tests/test_*.py) \
+CONCURRENT_TESTS := $(addprefix tests/,benchmarks common control/detector gradsync fuzz gpu patches schedule tools) $(wildcard tests/test_*.py) \
 	$(addprefix tests/,elastic/launch telemetry transport campaigns)
 test: $(INSTALLED)
 	@mkdir -p build
-	nice -n 5 $(PYTEST_ALL) -p no:cacheprovider $(BESIDE_TRAININGS) >build/beside_trainings.txt 2>&1 & beside=$$!; \
-	  $(PYTEST_ALL) $(BESIDE_TRAININGS:%=--ignore=%); trainings=$$?; \
-	  wait $$beside; others=$$?; cat build/beside_trainings.txt; exit $$((trainings ? trainings : others))
+	nice -n 5 $(PYTEST_ALL) -p no:cacheprovider $(CONCURRENT_TESTS) >build/concurrent_tests.txt 2>&1 & concurrent=$$!; \
+	  $(PYTEST_ALL) $(CONCURRENT_TESTS:%=--ignore=%); trainings=$$?; \
+	  wait $$concurrent; others=$$?; cat build/concurrent_tests.txt; exit $$((trainings ? trainings : others))
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow

@@ -119,7 +119,7 @@ class Job:
         self.trained = [Child("rank", port, self.lanes, self.stages, number) for number in (0, together - 1, together)]
         places = [(lane, stage) for stage in range(self.stages) for lane in range(self.lanes)][1:-1]
         self.templates = {place: measured(*place, self.stages) for place in places}
-        self.strangers = [
+        self.unauthenticated = [
             Child("others", port, together, *range(1 + first, replicas, CLIENTS))
             for first in range(min(CLIENTS, replicas - 1))
         ]
@@ -135,14 +135,14 @@ class Job:
 
     def busy(self) -> float:
         """An iteration of the whole job; seconds from the last measurement of one replica to its decision."""
-        for child in self.strangers:
+        for child in self.unauthenticated:
             child.say(self.iteration)
         self._measure()
         last_s = time.perf_counter()
         while self.store.peek(decision_key(self.iteration + DELAY)) is None:
             time.sleep(0.001)
         took_s = time.perf_counter() - last_s
-        for child in self.strangers:
+        for child in self.unauthenticated:
             child.hear()
         self.iteration += 1
         return took_s
@@ -194,7 +194,7 @@ class Job:
         self.templates[0, 1] = measured(0, 1, self.stages, slow=True)
 
     def end(self) -> None:
-        for child in (*self.trained, *self.strangers, self.server):
+        for child in (*self.trained, *self.unauthenticated, self.server):
             child.end()
 
 

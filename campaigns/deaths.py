@@ -36,8 +36,8 @@ from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, RankRes
 from campaigns.death_stories import Story, story
 from campaigns.dying_trainings import KILLED, LAYOUTS, LOST, SHARDED, Layout, left_behind, pauses_s, problems, train
 from testing.faults.operation_board import LATE, UNDER_WAY, read_deaths, read_lateness
+from testing.jobs.fault_tolerant_jobs import Host
 from testing.jobs.fork_server import ForkServer
-from testing.jobs.outlived import Host
 
 RESTARTS = 8
 """How often each rank is started again: one that is not admitted as another dies, too, and all lanes of a cell."""

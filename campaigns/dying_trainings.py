@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
+from testing.jobs.fault_tolerant_jobs import Host, run_with_failures
 from testing.jobs.fork_server import ForkServer
-from testing.jobs.outlived import Host, run_with_failures
 from testing.results import ResultsDifferError, fingerprint, relative_distances
 
 TRAIN_GPT = str(Path(__file__).parents[1] / "scripts/train_gpt.py")

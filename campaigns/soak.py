@@ -5,9 +5,9 @@
 
 Trains a small GPT on 4 stages, once with stock Megatron and nothing broken, then with --adaptra over each transport
 while links change their path every few messages, device paths swallow messages or raise, delegates are killed and
-stopped, ranks and the job's store are stopped, rings are spoilt, and strangers come; then once more with the store
-killed. Exit status: 0 if everything held, 1 if not, 2 for a wrong command line, 130 after Ctrl-C (which ends the
-ranks).
+stopped, ranks and the job's store are stopped, rings are corrupted, and unauthenticated peers connect; then once more
+with the store killed. Exit status: 0 if everything held, 1 if not, 2 for a wrong command line, 130 after Ctrl-C (which
+ends the ranks).
 """
 
 from __future__ import annotations
@@ -206,8 +206,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--long-stops", type=int, default=Campaign.long_stops, help="SIGSTOPs of ranks for long")
     parser.add_argument("--long-stop-s", type=float, default=Campaign.long_stop_s, help="how long these are")
     parser.add_argument("--store-stops", type=int, default=Campaign.store_stops, help="SIGSTOPs of the job's store")
-    parser.add_argument("--spoilt-rings", type=int, default=Campaign.spoilt_rings, help="spoilt words of rings")
-    parser.add_argument("--strangers", type=int, default=Campaign.strangers, help="floods of unproven connections")
+    parser.add_argument(
+        "--spoilt-rings",
+        dest="corrupted_rings",
+        type=int,
+        default=Campaign.corrupted_rings,
+        help="corrupted words of rings",
+    )
+    parser.add_argument(
+        "--strangers",
+        dest="unauthenticated_peers",
+        type=int,
+        default=Campaign.unauthenticated_peers,
+        help="floods of unproven connections",
+    )
     parser.add_argument("--signals", type=int, default=Campaign.signals, help="SIGTERMs and SIGHUPs to delegates")
     parser.add_argument("--path-faults", type=int, default=Campaign.path_faults, help="device paths that die")
     parser.add_argument("--flaps", type=int, default=Campaign.flaps, help="least number of changes of path")

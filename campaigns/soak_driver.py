@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from campaigns.soak_processes import Process, delegate_of, pending, sockets, wait_until
-from testing.faults.network.spoilt_rings import WAYS, WORDS, in_use, rings_of, spoil_one_of
-from testing.faults.network.strangers import flood
+from testing.faults.network.corrupted_rings import WAYS, WORDS, corrupt_one_of, in_use, rings_of
+from testing.faults.network.unauthenticated_peers import flood
 from testing.soak.soak_plan import Fault, Kind
 from testing.soak.soak_progress import Progress
 
@@ -36,7 +36,7 @@ class Done:
     at_s: float
     """Moment on `time.monotonic()`."""
     over_s: float
-    """When what was stopped went on, what was struck was replaced, or strangers had left."""
+    """When what was stopped went on, what was struck was replaced, or unauthenticated peers had left."""
 
 
 @dataclass
@@ -120,8 +120,8 @@ class SoakDriver:
             Kind.STOP_RANK_LONG: lambda fault: self._hold(self._rank(fault), fault),
             Kind.STOP_STORE: lambda fault: self._hold(self._store, fault),
             Kind.KILL_STORE: lambda fault: self._kill(self._store, fault),
-            Kind.SPOIL_RING: self._spoil_ring,
-            Kind.STRANGERS: self._send_strangers,
+            Kind.CORRUPT_RING: self._corrupt_ring,
+            Kind.UNAUTHENTICATED_PEERS: self._flood_listeners,
             Kind.SIGNAL_DELEGATE: self._signal_delegate,
         }[fault.kind]
         try:
@@ -166,26 +166,26 @@ class SoakDriver:
             self._complain(fault, f"{number.name} does not wait at delegate {delegate}")
         return at_s
 
-    def _send_strangers(self, fault: Fault) -> float:
+    def _flood_listeners(self, fault: Fault) -> float:
         delegate = self._delegate(fault)
         wait_until(lambda: any(sockets(delegate)) or self._over(), _PROMPTLY_S)  # it is lent what it listens on
         at_s = time.monotonic()
         ports, names = sockets(delegate)
         if not flood(ports.values(), names, fault.duration_s):
-            self._complain(fault, "no stranger was answered")
+            self._complain(fault, "no unauthenticated peer was answered")
         return at_s
 
-    def _spoil_ring(self, fault: Fault) -> float:
+    def _corrupt_ring(self, fault: Fault) -> float:
         """One word of a ring that the rank uses, which it must then give up."""
         rank, word, way = self._rank(fault), list(WORDS)[fault.number % len(WORDS)], fault.number % WAYS
         until_s = time.monotonic() + _REPLACED_S
-        while (ring := spoil_one_of(rank, fault.messages, word, way)) is None:
+        while (ring := corrupt_one_of(rank, fault.messages, word, way)) is None:
             if time.monotonic() >= until_s or self._over():
                 raise ProcessLookupError(f"no ring for {_REPLACED_S:g} s")
             time.sleep(_POLL_S)
         at_s = time.monotonic()
         if not wait_until(lambda: not in_use(rings_of(rank).get(ring)) or self._over(), _REPLACED_S):
-            self._complain(fault, f"it still uses the ring whose word {word!r} is spoilt")
+            self._complain(fault, f"it still uses the ring whose word {word!r} is corrupted")
         return at_s
 
     def _kill(self, pid: int, fault: Fault) -> float:

@@ -11,8 +11,8 @@ from adaptra_megatron.common.one_checkout import check_one_checkout
 check_one_checkout(adaptra_megatron.__file__, __file__)
 
 from adaptra_megatron.patches.application import (  # noqa: E402
+    FAULT_TOLERANCE_PATCHES,
     GRADIENT_PATCHES,
-    OUTLIVING_PATCHES,
     PATCHES,
     STAGGERING_PATCHES,
     TRAINING_PATCHES,
@@ -27,7 +27,7 @@ from adaptra_megatron.patches.table import Patch, PatchError  # noqa: E402
 
 __all__ = [
     "GRADIENT_PATCHES",
-    "OUTLIVING_PATCHES",
+    "FAULT_TOLERANCE_PATCHES",
     "PATCHES",
     "STAGGERING_PATCHES",
     "TRAINING_PATCHES",

@@ -37,7 +37,7 @@ logger = logger_of(__name__)
 PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES + TIMER_PATCHES
 """Everything that is changed in Megatron, in the order in which it is applied."""
 
-OUTLIVING_PATCHES: tuple[Patch, ...] = OPTIMIZER_PATCHES + COUNT_PATCHES + STARTING_PATCHES
+FAULT_TOLERANCE_PATCHES: tuple[Patch, ...] = OPTIMIZER_PATCHES + COUNT_PATCHES + STARTING_PATCHES
 """What is changed as well where training survives rank failures."""
 
 _MARK = "adaptra_applied"
@@ -115,7 +115,7 @@ def enable(
     if config.policy == "off":
         return AppliedPatches(config, None)
     optional = (
-        *(OUTLIVING_PATCHES if config.is_fault_tolerant else ()),
+        *(FAULT_TOLERANCE_PATCHES if config.is_fault_tolerant else ()),
         *(GRADIENT_PATCHES if config.gradient_sync != "stock" else ()),
         *(UPDATE_PATCHES if config.sync_mode != "ssgd" else ()),
         *(STAGGERING_PATCHES if config.staggered_optimizer else ()),

@@ -48,7 +48,7 @@ _HOST_PATH = (
     *(f"{_PACKAGE}/transport/wires/shm_wire.py", f"{_PACKAGE}/transport/wires/tcp_wire.py"),
     *_in("csrc/ring", "ring.cpp", "tcp_pump.cpp", "slot_access.cpp", "spin.hpp"),
 )
-_OUTLIVING = (
+_FAULT_TOLERANCE = (
     f"{_PACKAGE}/elastic/survival.py",
     f"{_PACKAGE}/elastic/commit.py",
     f"{_PACKAGE}/elastic/protocol.py",
@@ -84,7 +84,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
         ),
         *(f"{_PACKAGE}/control/planner_process/plan_server.py", f"{_PACKAGE}/control/beside/report_server.py"),
     ),
-    "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_OUTLIVING),
+    "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_FAULT_TOLERANCE),
     "deaths_campaign.md": ("campaigns/deaths.py", "campaigns/death_stories.py", f"{_PACKAGE}/elastic"),
     "device_queues.md": (
         "benchmarks/device_queues.py",
@@ -111,7 +111,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
             f"{_PACKAGE}/engine/dispatch/dispatch.py",
         ),
     ),
-    "outliving.md": ("benchmarks/outliving.py", *_OUTLIVING),
+    "fault_tolerance.md": ("benchmarks/fault_tolerance.py", *_FAULT_TOLERANCE),
     "overhead.md": (
         *_in("benchmarks", "overhead.py", "overhead_rank.py"),
         *(f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/execution/executor.py"),

@@ -34,8 +34,8 @@ All of it, made from the tables in the code by `scripts/write_docs.py`. Nothing 
 def patches_page() -> str:
     """docs/patches.md. Imports Megatron."""
     from adaptra_megatron.patches import (
+        FAULT_TOLERANCE_PATCHES,
         GRADIENT_PATCHES,
-        OUTLIVING_PATCHES,
         PATCHES,
         STAGGERING_PATCHES,
         TRAINING_PATCHES,
@@ -53,7 +53,7 @@ def patches_page() -> str:
             for patch in (
                 *PATCHES,
                 *TRAINING_PATCHES,
-                *OUTLIVING_PATCHES,
+                *FAULT_TOLERANCE_PATCHES,
                 *GRADIENT_PATCHES,
                 *STAGGERING_PATCHES,
                 *UPDATE_PATCHES,

@@ -5,6 +5,7 @@ once; Megatron is imported in few places."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -169,3 +170,50 @@ def test_no_code_reads_a_sentence_back() -> None:
     """But for those of other libraries, in one module: what code needs to know is a field or a type."""
     readers = {name for name, tree in TREES.items() for node in ast.walk(tree) if any(map(_is_sentence, _reads(node)))}
     assert readers == {f"{PACKAGE}.common.foreign_errors"}
+
+
+PRIVATE_WORDS = {
+    *("told", "hear", "heard", "beside", "bury", "buries", "buried", "heir", "heirs"),
+    *("outlive", "outlives", "outlived", "outliving", "whoever", "stranger", "strangers"),
+}
+"""Words for which docs/glossary.md has the field's: notified, received, sidecar, recover, peer ..."""
+PRIVATE_LEFT = {
+    f"{PACKAGE}.control.beside",
+    f"{PACKAGE}.control.beside.beside_process",
+    f"{PACKAGE}.control.beside.beside_process.hear",
+    f"{PACKAGE}.control.beside.report_link",
+    f"{PACKAGE}.control.beside.report_server",
+    f"{PACKAGE}.control.decisions.told",
+    f"{PACKAGE}.control.detector.detector.declare_slow_beside_peers",
+    f"{PACKAGE}.control.stragglers.straggler_reports.told",
+    f"{PACKAGE}.engine.outliving",
+    f"{PACKAGE}.engine.outliving.outlive",
+    f"{PACKAGE}.engine.rejoining.hear",
+    f"{PACKAGE}.tools.report.status_page.told_by_rank",
+}
+"""Names that still have one; the set only shrinks."""
+
+
+def public_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Names of functions, classes, constants, fields and methods."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from public_names(node.body)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def private_words(name: str) -> set[str]:
+    """Words of a name in snake_case, CamelCase or CAPITALS that are our own."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)} & PRIVATE_WORDS
+
+
+def test_public_names_use_the_words_of_the_field() -> None:
+    assert private_words("HeardBye") == private_words("on_heard") == private_words("HEARD_S") == {"heard"}
+    named = {f"{module}.{name}": name for module, tree in TREES.items() for name in public_names(tree.body)}
+    named |= {module: module for module in TREES}
+    found = {place for place, name in named.items() if not name.startswith("_") and private_words(name)}
+    assert len(named) > 3000
+    assert found <= PRIVATE_LEFT, "docs/glossary.md has the field's words"

@@ -328,7 +328,7 @@ class Pipeline:
         else:
             ending = end_job(self._job.control, self._job.layout, cause)
         if isinstance(self.transport, TwoPathTransport):
-            self.transport.say_failed(f"{type(cause).__name__}: {cause}")
+            self.transport.report_failure(f"{type(cause).__name__}: {cause}")
         self.transport.close(drained=False)
         if ending is not None:
             ending.wait()

@@ -188,7 +188,7 @@ class TwoPathTransport(Protocol):
     def enter(self, control: ControlStore) -> None:
         """Open links, and make device sessions, in another epoch from now on."""
 
-    def say_failed(self, cause: str) -> None:
+    def report_failure(self, cause: str) -> None:
         """Tell all peers, who tell theirs, that this rank ends with an error. Returns at once."""
 
     def link_counters(self) -> dict[int, LinkCounters]:

@@ -40,8 +40,8 @@ class Kind(str, enum.Enum):
     STOP_RANK_LONG = "stop rank for long"
     STOP_STORE = "stop store"
     KILL_STORE = "kill store"
-    SPOIL_RING = "spoil ring"
-    STRANGERS = "strangers"
+    CORRUPT_RING = "spoil ring"
+    UNAUTHENTICATED_PEERS = "strangers"
     SIGNAL_DELEGATE = "signal delegate"
     SILENT_PATH = "silent device path"
     FAILING_SENDS = "device sends raise"
@@ -62,7 +62,7 @@ _LASTS_S = {
     Kind.STOP_DELEGATE: (0.05, 1.5),
     Kind.STOP_RANK: (0.05, 1.5),
     Kind.STOP_STORE: (0.5, 3.0),
-    Kind.STRANGERS: (1.0, 3.0),
+    Kind.UNAUTHENTICATED_PEERS: (1.0, 3.0),
     Kind.SILENT_PATH: (0.05, 0.6),
     Kind.FAILING_SENDS: (0.05, 0.6),
     Kind.FAILING_RECEIVES: (0.05, 0.6),
@@ -85,8 +85,8 @@ class Campaign:
     """Ranks that are stopped for long."""
     long_stop_s: float = LONG_STOP_S
     store_stops: int = 6
-    spoilt_rings: int = 12
-    strangers: int = 8
+    corrupted_rings: int = 12
+    unauthenticated_peers: int = 8
     signals: int = 12
     """SIGTERM and SIGHUP to delegates."""
     path_faults: int = 60
@@ -112,8 +112,8 @@ class Campaign:
             Kind.STOP_RANK: self.stops // 2,
             Kind.STOP_RANK_LONG: self.long_stops,
             Kind.STOP_STORE: self.store_stops,
-            Kind.SPOIL_RING: self.spoilt_rings,
-            Kind.STRANGERS: self.strangers,
+            Kind.CORRUPT_RING: self.corrupted_rings,
+            Kind.UNAUTHENTICATED_PEERS: self.unauthenticated_peers,
             Kind.SIGNAL_DELEGATE: self.signals,
             Kind.SILENT_PATH: self.path_faults - 2 * (self.path_faults // 3),
             Kind.FAILING_SENDS: self.path_faults // 3,
@@ -139,7 +139,7 @@ class Fault:
     peer: int
     """Neighbour at the other end of the directed link; means something only to faults of paths."""
     duration_s: float
-    """How long a process is stopped, a path broken, or strangers come; 0 for what is over at once."""
+    """How long a process is stopped, a path broken, or unauthenticated peers connect; 0 for what is over at once."""
     messages: int
     """Faults of paths: how many messages the stage sends in that iteration before."""
     delay: float

@@ -19,8 +19,8 @@ CAMPAIGN = Campaign(
     stops=3,
     long_stops=0,
     store_stops=1,
-    spoilt_rings=2,
-    strangers=2,
+    corrupted_rings=2,
+    unauthenticated_peers=2,
     signals=2,
     path_faults=4,
     flaps=200,
@@ -33,8 +33,8 @@ STOPPED = Campaign(
     long_stops=2,
     long_stop_s=120.0,
     store_stops=0,
-    spoilt_rings=0,
-    strangers=0,
+    corrupted_rings=0,
+    unauthenticated_peers=0,
     signals=0,
     path_faults=0,
     flaps=100,
@@ -54,8 +54,8 @@ def test_training_under_faults_is_training_in_peace(fork_server: ForkServer, tmp
     assert sum(count[kind] for count in strikes for kind in Kind if kind.inside) == CAMPAIGN.path_faults
     assert sum(count[Kind.STOP_STORE] for count in strikes) == CAMPAIGN.store_stops
     assert [count[Kind.KILL_STORE] for count in strikes] == [0, 0, 1]
-    assert sum(count[Kind.SPOIL_RING] for count in strikes) == CAMPAIGN.spoilt_rings
-    assert sum(count[Kind.STRANGERS] for count in strikes) == CAMPAIGN.strangers
+    assert sum(count[Kind.CORRUPT_RING] for count in strikes) == CAMPAIGN.corrupted_rings
+    assert sum(count[Kind.UNAUTHENTICATED_PEERS] for count in strikes) == CAMPAIGN.unauthenticated_peers
     assert sum(count[Kind.SIGNAL_DELEGATE] for count in strikes) == CAMPAIGN.signals
     assert report.switches >= CAMPAIGN.flaps
     assert report.elements_compared > 100_000

@@ -24,8 +24,8 @@ from adaptra_megatron.transport._ring import Ring
 from campaigns.soak_driver import Done
 from campaigns.soak_processes import Process, delegate_of, leftovers, pending, sockets, state
 from campaigns.soak_report import TrainingRecord, longest_pause_s, percentile
-from testing.faults.network.spoilt_rings import rings_of, spoil_one_of
-from testing.faults.network.strangers import flood
+from testing.faults.network.corrupted_rings import corrupt_one_of, rings_of
+from testing.faults.network.unauthenticated_peers import flood
 from testing.soak.soak_plan import (
     HASTY_PATHS,
     Campaign,
@@ -37,7 +37,7 @@ from testing.soak.soak_plan import (
 )
 from testing.soak.soak_progress import Progress
 
-AT_ONCE = {Kind.KILL_DELEGATE, Kind.KILL_STORE, Kind.SPOIL_RING, Kind.SIGNAL_DELEGATE}
+AT_ONCE = {Kind.KILL_DELEGATE, Kind.KILL_STORE, Kind.CORRUPT_RING, Kind.SIGNAL_DELEGATE}
 COUNTS = st.dictionaries(st.sampled_from(Kind), st.integers(0, 5))
 
 
@@ -214,7 +214,7 @@ def test_a_signal_that_is_blocked_is_pending() -> None:
     assert not pending(process.pid, signal.SIGHUP)
 
 
-def test_a_ring_in_use_is_spoilt_from_outside() -> None:
+def test_a_ring_in_use_is_corrupted_from_outside() -> None:
     used, closed = Ring.create(4, 4096), Ring.create(4, 4096)
     closed.close()
     script = [sys.executable, "-c", "input()"]
@@ -222,16 +222,16 @@ def test_a_ring_in_use_is_spoilt_from_outside() -> None:
         inode, other = (os.fstat(ring.fd).st_ino for ring in (used, closed))
         assert set(rings_of(holder.pid)) == {inode, other}
         before = os.pread(used.fd, 4096, 0)
-        assert {spoil_one_of(holder.pid, number, "released", 2) for number in (0, 1)} == {inode}
+        assert {corrupt_one_of(holder.pid, number, "released", 2) for number in (0, 1)} == {inode}
         after = os.pread(used.fd, 4096, 0)
         assert [offset for offset in range(4096) if before[offset] != after[offset]] == [128]
         used.close()
-        assert spoil_one_of(holder.pid, 0, "magic", 0) is None
+        assert corrupt_one_of(holder.pid, 0, "magic", 0) is None
         holder.communicate(b"\n")
     assert rings_of(holder.pid) == {}
 
 
-def test_strangers_are_answered_by_a_challenge_alone() -> None:
+def test_unauthenticated_peers_are_answered_by_a_challenge_alone() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:
         port = listener.getsockname()[1]
         assert flood([port], [], 0.1) == 0, "who is not answered"

@@ -11,7 +11,7 @@ import torch
 from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
 
 from campaigns.dying_trainings import BACK, KILLED, dumped, last
-from testing.jobs.outlived import run_with_failures
+from testing.jobs.fault_tolerant_jobs import run_with_failures
 from testing.results import relative_distances
 
 pytestmark = needs_megatron_lm

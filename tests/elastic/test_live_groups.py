@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from testing.jobs.fault_tolerant_jobs import Host, run_with_failures
 from testing.jobs.fork_server import ForkServer
-from testing.jobs.outlived import Host, run_with_failures
 
 RANKS = str(Path(__file__).with_name("group_ranks.py"))
 LANES = str(Path(__file__).with_name("lane_ranks.py"))

@@ -16,8 +16,8 @@ from support.processes import TRAIN_GPT, RankResult, run_ranks
 
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import RunEnded
+from testing.jobs.fault_tolerant_jobs import run_with_failures
 from testing.jobs.fork_server import ForkServer
-from testing.jobs.outlived import run_with_failures
 
 SCRIPT = str(Path(__file__).with_name("never_undone.py"))
 RAISING = str(Path(__file__).with_name("raising_action.py"))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 import torch
-from adaptra_megatron.patches.application import OUTLIVING_PATCHES
+from adaptra_megatron.patches.application import FAULT_TOLERANCE_PATCHES
 from megatron.core import ModelParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -356,7 +356,7 @@ def test_a_layer_wise_optimizer_is_refused_as_it_is_made(monkeypatch: pytest.Mon
         groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))
         return OfAnotherName([], SimpleNamespace(bf16=False), groups)
 
-    (patch,) = (each for each in OUTLIVING_PATCHES if each.identity == "chained-optimizer")
+    (patch,) = (each for each in FAULT_TOLERANCE_PATCHES if each.identity == "chained-optimizer")
     assert make().chained_optimizers == []
     owner, attribute = patch.owner()
     monkeypatch.setattr(owner, attribute, patch.replace(getattr(owner, attribute), cast("Any", None)))

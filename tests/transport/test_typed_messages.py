@@ -32,21 +32,21 @@ SECRET = b"s" * 32
 executed: list[str] = []
 
 
-def stranger() -> None:
-    executed.append("code of a stranger")
+def peer() -> None:
+    executed.append("code of a peer")
 
 
 class Bomb:
     """Runs code where it is unpickled."""
 
     def __reduce__(self) -> Any:
-        return stranger, ()
+        return peer, ()
 
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_what_is_no_decision_is_an_error_at_once_and_never_code(sealed: bool) -> None:
     pickle.loads(pickle.dumps(Bomb()))
-    assert executed == ["code of a stranger"], "it would be seen"
+    assert executed == ["code of a peer"], "it would be seen"
     executed.clear()
     store = dist.HashStore()
     job = ControlOver(store)
@@ -87,7 +87,7 @@ def test_a_value_is_good_for_its_place_alone() -> None:
     assert ours.get("a") == ours.peek("a") == b"content"
     strangers = [SealedStore(store, b"t" * 32, "here"), SealedStore(store, SECRET, "there")]
     store.set("b", store.get("a"))
-    for reader, key in ((ours, "b"), *((stranger, "a") for stranger in strangers)):
+    for reader, key in ((ours, "b"), *((peer, "a") for peer in strangers)):
         with pytest.raises(TamperedError, match="ADAPTRA_SECRET_FILE"):
             reader.get(key)
     store.set("a", store.get("a") + b"!")
@@ -101,7 +101,7 @@ def test_another_client_of_a_sealed_store_is_sealed_too() -> None:
     ours.set("a", b"content")
     other = ours.clone()
     assert other.get("a") == b"content"
-    served.set("here/a", b"of a stranger")
+    served.set("here/a", b"of a peer")
     with pytest.raises(TamperedError):
         other.get("a")
 

@@ -65,9 +65,9 @@ class Delegate:
                 await asyncio.gather(*(link.drain(message.drain_s) for link in self._links.values()))
                 return
             if isinstance(message, Ping):
-                self._tell(Pong(number=message.number), [])
+                self._send(Pong(number=message.number), [])
             elif isinstance(message, Report):
-                self._tell(self._counters(message.number), [])
+                self._send(self._counters(message.number), [])
             elif isinstance(message, OpenLink):
                 self._open(message, descriptors)
             elif isinstance(message, CloseLink):
@@ -80,7 +80,7 @@ class Delegate:
         try:
             rings = [Ring.attach(descriptor) for descriptor in descriptors]
         except RuntimeError as cause:  # RingError, or no memory or descriptor
-            self._tell(Down(peer=request.peer, session=request.session, cause=str(cause)), [])
+            self._send(Down(peer=request.peer, session=request.session, cause=str(cause)), [])
             return
         finally:
             for descriptor in descriptors:
@@ -128,7 +128,7 @@ class Delegate:
         if link is None or link.opening < opening:
             if link is not None:
                 self._begin(self._stop(link))
-            link = self._links[peer] = LinkSession(self._start, peer, self._tell, opening)
+            link = self._links[peer] = LinkSession(self._start, peer, self._send, opening)
         return link
 
     def _counters(self, number: int) -> DelegateCounters:
@@ -140,7 +140,7 @@ class Delegate:
             received_nbytes=sum(link.received_nbytes for link in traffic),
         )
 
-    def _tell(self, message: Message, descriptors: list[int]) -> None:
+    def _send(self, message: Message, descriptors: list[int]) -> None:
         with contextlib.suppress(ControlEndedError):  # seen where the channel is read
             control.send(self._channel, message, descriptors)
 

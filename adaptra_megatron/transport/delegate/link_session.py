@@ -22,7 +22,7 @@ ATTEMPTS = 3
 _BIND_ADDRESS_NO_PORT = 24
 """IP_BIND_ADDRESS_NO_PORT of Linux, which Python has from 3.12 on; for IPv6 too."""
 logger = logger_of(__name__)
-Tell = Callable[[Message, list[int]], None]
+SendMessage = Callable[[Message, list[int]], None]
 
 
 class LinkSession:
@@ -32,10 +32,10 @@ class LinkSession:
     to is tried again after each failure, until ATTEMPTS sessions in a row have not begun: then the other is proposed.
     """
 
-    def __init__(self, start: StartDelegate, peer: int, tell: Tell, opening: int = 1) -> None:
-        """`tell` sends a message, and file descriptors, to the training process. `opening`: of the link."""
+    def __init__(self, start: StartDelegate, peer: int, send: SendMessage, opening: int = 1) -> None:
+        """`send` sends a message, and file descriptors, to the training process. `opening`: of the link."""
         self.opening = opening
-        self._start, self._peer, self._tell = start, peer, tell
+        self._start, self._peer, self._send = start, peer, send
         self._changing = asyncio.Lock()
         self._request: OpenLink | None = None
         self._rings: list[Ring] = []
@@ -188,7 +188,7 @@ class LinkSession:
         if transport == request.transport:
             self._failures = 0
         descriptors = [wire.inbound.fd] if wire.inbound is not None else []
-        self._tell(Up(peer=self._peer, session=request.session, transport=transport), descriptors)
+        self._send(Up(peer=self._peer, session=request.session, transport=transport), descriptors)
 
     def _note_failure(self, transport: str, cause: str) -> None:
         instead = WIRES[transport].falls_back_to
@@ -218,7 +218,7 @@ class LinkSession:
             ring.close()
         self._rings = []
         if request is not None and cause is not None:
-            self._tell(Down(peer=self._peer, session=request.session, cause=cause), [])
+            self._send(Down(peer=self._peer, session=request.session, cause=cause), [])
 
     def _drop_arrived(self) -> None:
         for connection in self._arrived.values():

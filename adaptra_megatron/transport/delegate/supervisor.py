@@ -118,7 +118,7 @@ LONGEST_PAUSE_S = 1.0
 STEADY_S = 60.0
 """A delegate that has lived for so long is replaced at once; after each that has not, the pause doubles."""
 DRAIN_S = 2.0
-TELLING_S = 0.25
+DELEGATE_REPLY_TIMEOUT_S = 0.25
 """How long a delegate may take to say why it closed the rings of a session."""
 
 
@@ -284,7 +284,7 @@ class Supervisor:
         while self._calls:
             self._calls.popleft()()
         now_s = time.monotonic()
-        self._end_what_is_of_no_use(now_s)
+        self._end_unusable_sessions(now_s)
         if self._delegate is None and now_s >= self._restart_s:
             self._begin()
         if self._delegate is not None:
@@ -299,7 +299,7 @@ class Supervisor:
 
     def _listen_too(self, listener: socket.socket) -> None:
         self._listeners.append(listener)
-        self._say(Listen(), [listener.fileno()])
+        self._send(Listen(), [listener.fileno()])
 
     def _add(self, link: SupervisedLink) -> None:
         assert link.request.peer not in self._links, f"there is a link to rank {link.request.peer} already"
@@ -313,11 +313,11 @@ class Supervisor:
         del self._links[link.request.peer]
         if link.outbound is not None:
             link.outbound.close()
-        self._say(CloseLink(peer=link.request.peer, opening=link.request.opening, drain_s=drain_s))
+        self._send(CloseLink(peer=link.request.peer, opening=link.request.opening, drain_s=drain_s))
         if link.inbound is not None:
             link.inbound.close()
 
-    def _say(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Tell the delegate, if there is one."""
         if self._delegate is not None:
             with contextlib.suppress(ControlEndedError):  # seen where the channel is read
@@ -335,11 +335,12 @@ class Supervisor:
         for link in self._links.values():
             link.retry_s = 0.0
 
-    def _end_what_is_of_no_use(self, now_s: float) -> None:
+    def _end_unusable_sessions(self, now_s: float) -> None:
         while self._given_up:
             link, session, at_s, cause = self._given_up.popleft()
             if session == link.request.session and link.retry_s is None:
-                ends = (at_s, cause) if cause else (at_s + TELLING_S, "its rings were closed, and no delegate said why")
+                late_s = at_s + DELEGATE_REPLY_TIMEOUT_S
+                ends = (at_s, cause) if cause else (late_s, "its rings were closed, and no delegate said why")
                 link.end_at = min(ends, link.end_at or ends)
         for link in self._links.values():
             if link.end_at is not None and now_s >= link.end_at[0]:
@@ -421,7 +422,7 @@ class Supervisor:
         except RuntimeError as cause:  # no memory, no descriptor: there may be one in a moment
             self._went_down(link, str(cause))
             return
-        self._say(link.request, [ring.fd for ring in (link.outbound, link.inbound) if ring is not None])
+        self._send(link.request, [ring.fd for ring in (link.outbound, link.inbound) if ring is not None])
 
     def _went_down(self, link: SupervisedLink, cause: str) -> None:
         for ring in (link.outbound, link.inbound):
@@ -437,7 +438,7 @@ class Supervisor:
         heartbeat = self._delegate.heartbeat
         number = heartbeat.tick(now_s)
         if number is not None:
-            self._say(Ping(number=number))
+            self._send(Ping(number=number))
         elif heartbeat.exhausts(self._patience_s):
             self._patience_s *= 2
             process = self._delegate.process.pid
@@ -463,7 +464,7 @@ class Supervisor:
             questions = [question for question in self._questions if not question.sent]
         for question in questions:
             question.sent = True
-            self._say(Report(number=question.number))
+            self._send(Report(number=question.number))
 
     def _answer(self, counters: DelegateCounters) -> None:
         with self._lock:
@@ -478,7 +479,7 @@ class Supervisor:
             if link.outbound is not None:
                 link.outbound.close()
         if self._delegate is not None:
-            self._say(Stop(drain_s=DRAIN_S))
+            self._send(Stop(drain_s=DRAIN_S))
             self._delegate.end(DRAIN_S + 1.0)
             self._delegate = None
         for link in self._links.values():

@@ -87,7 +87,7 @@ class LinkWatch:
         self._started = False
         self._looks = 0
         """How often it has looked at all links."""
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def add(self, link: WatchedLink) -> None:
         """Look after a link, until it has settled."""
@@ -114,7 +114,7 @@ class LinkWatch:
                 try:
                     self.failed(link, failure.cause)
                 except Exception as error:  # with this thread all deadlines would end
-                    self._say(link, error)
+                    self._log_once(link, error)
             settled = {id(link) for link in links if self._settled(link)}
             with self._lock:
                 self._links = [link for link in self._links if id(link) not in settled]
@@ -124,20 +124,20 @@ class LinkWatch:
         try:
             return link.failure(now_s)
         except Exception as error:  # of one link: the others are to be watched
-            self._say(link, error)
+            self._log_once(link, error)
             return Failure(now_s, f"it cannot be watched: {type(error).__name__}: {error}")
 
     def _settled(self, link: WatchedLink) -> bool:
         try:
             return link.settled
         except Exception as error:  # it is kept, and what the device may use with it
-            self._say(link, error)
+            self._log_once(link, error)
             return False
 
-    def _say(self, link: WatchedLink, error: Exception) -> None:
+    def _log_once(self, link: WatchedLink, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             logger.error("the watch of links met with an error at %r: %s", link, text, exc_info=error)
 
     def _watch_itself(self) -> None:

@@ -78,8 +78,8 @@ class NcclLink:
         self._lock = threading.Lock()
         self._brought: deque[tuple[torch.Tensor, CudaEvent]] = deque()
         """Host memory that is copied from, and the event behind that."""
-        self._kept: list[torch.Tensor] = []
-        """What the device may use, now or later, and no event tells when: NCCL has not said that it launched it."""
+        self._retained: list[torch.Tensor] = []
+        """What the device may use, now or later, and no event tells when: NCCL has not source that it launched it."""
         self._calls = threading.Lock()
         """NCCL's calls on one communicator must not overlap, what frees it included."""
         self._ended, self._freed = threading.Event(), threading.Event()
@@ -92,8 +92,8 @@ class NcclLink:
         # NCCL would wait for a peer that does not come, and go on listening for it.
         unique_id, peer = self._meet(store, 1 - self._peer, timeout_s)
         name, config = f"adaptra {ends.source}>{ends.target}", _with_ctas(side.config, side.identity, peer)
-        said = "as asked for" if config == side.config else f"between {side.identity} and {peer}"
-        logger.info("link %d->%d: NCCL may take %s CTAs of this GPU for a transfer, %s", *ends, config.max_ctas, said)
+        source = "as asked for" if config == side.config else f"between {side.identity} and {peer}"
+        logger.info("link %d->%d: NCCL may take %s CTAs of this GPU for a transfer, %s", *ends, config.max_ctas, source)
         with side.device.use(stream):
             self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, config)
         index = side.device.device.index or 0
@@ -205,7 +205,7 @@ class NcclLink:
         """Return whether it has ended, and the device is through with all that was put on its stream."""
         if not self._freed.is_set() or self._transfers.under_way():
             return False
-        return not (self._kept or self._brought) or self._side.device.idle(self._stream)
+        return not (self._retained or self._brought) or self._side.device.idle(self._stream)
 
     def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> tuple[bytes, str]:
         """The communicator's unique id, made by rank 0 once the other is there, and the identity of the other's GPU."""
@@ -229,7 +229,7 @@ class NcclLink:
             try:
                 work = self._transfers.begin(sends, tensor, tensor.data_ptr(), tensor.nbytes, after, limit_s)
             except BaseException:  # an event now would stand where the launch stands, and keep this thread without end
-                self._kept.append(tensor)
+                self._retained.append(tensor)
                 if self._ended.is_set():
                     raise RuntimeError(self._cause) from None
                 raise

@@ -26,7 +26,7 @@ from adaptra_megatron.transport.gpu.device_copies import copies_for
 from adaptra_megatron.transport.host_link.frames import check_can_travel, is_probe, key_of, note_of
 from adaptra_megatron.transport.host_link.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp, HostLinkState, Session
-from adaptra_megatron.transport.host_link.host_link_writer import FAREWELL_S, HostLinkWriter
+from adaptra_megatron.transport.host_link.host_link_writer import FIN_S, HostLinkWriter
 from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue, RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
@@ -78,7 +78,7 @@ class LinkParts:
         self.writer = HostLinkWriter(lock, state, self.retransmit_queue, due, settings.timeout_s)
         self.copies = copies_for(device, link=str(ends), pooled_nbytes=settings.pooled_nbytes, on_ready=payload_ready)
         self.reader = HostLinkReader(lock, state, self.copies, self.writer, due, self, settings)
-        self.host = HostSide(state, self.retransmit_queue, self.copies, self.writer, due, second.mail)
+        self.host = HostSide(state, self.retransmit_queue, self.copies, self.writer, due, second.channel)
         limits = {"meeting_s": second.settings.probe_limit_s, "timeout_s": settings.timeout_s}
         self.device_path = DevicePath(second.make_group, events, **limits)
         self.paths = PathSwitch(lock, state, second, self.host, self.device_path)
@@ -151,7 +151,7 @@ class LinkParts:
         self.state.health.down(cause, time.monotonic())
         self.state.session = None
         self.state.note_end(cause)
-        self.state.news.notify_all()
+        self.state.state_changed.notify_all()
         self.paths.host_changed(up=False)
 
     def deliver(self, key: MessageKey, arrival: MessageArrival) -> None:
@@ -162,11 +162,11 @@ class LinkParts:
         if key == self._awaited:
             self.state.notify_waiting()
 
-    def note_came(self, number: int, packet: bytes) -> int:
+    def on_note_received(self, number: int, packet: bytes) -> int:
         """A note has come; returns below which number all have. Raises ValueError for one that cannot be."""
         if not self.has_device_path:
             raise ValueError(f"note {number}, but this link has one path only")
-        acknowledged_below = self.paths.note_came(number, packet)
+        acknowledged_below = self.paths.on_note_received(number, packet)
         self._wake_if_flushed()
         return acknowledged_below
 
@@ -190,14 +190,14 @@ class LinkParts:
             if self.retransmit_queue.next_to_write() is not None:
                 self.writer.thread.wake()
         elif event.kind == Event.Kind.BYE:
-            self.state.heard_bye = True
-            self.state.fin_received()
+            self.state.fin_received = True
+            self.state.on_fin()
         elif event.kind == Event.Kind.REPEATED:
             self.receive_queue.arrive_again(event.sequence)
         else:
             self.receive_queue.due.append(event.sequence)
             if not is_probe(event):
-                self.note_came(*note_of(event))
+                self.on_note_received(*note_of(event))
             elif self.has_device_path:
                 self.paths.probed(event.iteration, event.arrived_s)
             else:
@@ -297,7 +297,7 @@ class DualLink:
             self._state.fail(cause)
 
     @property
-    def of_no_use(self) -> bool:
+    def unusable(self) -> bool:
         """Return whether it carries nothing any more, for whatever reason."""
         return self._state.finished or self._health.failed
 
@@ -310,7 +310,7 @@ class DualLink:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self._health.failed:
                     raise self._health.not_up_error(self._settings.timeout_s)
-                self._state.news.wait(left_s)
+                self._state.state_changed.wait(left_s)
 
     def send_greeting(self, greeting: torch.Tensor) -> None:
         """The first message over the host path, which both ends know; before all others. Raises as `post_send`."""
@@ -416,12 +416,12 @@ class DualLink:
             session = self._state.session
         if self._health.over and session is not None:
             session.outbound.close()  # a write under way is not waited for
-        self._writer.thread.join(2 * FAREWELL_S)  # what the peer sees of the device path after a farewell is no failure
+        self._writer.thread.join(2 * FIN_S)  # what the peer sees of the device path after a farewell is no failure
         if (session := self._state.session) is not None:
             session.outbound.close()
             session.inbound.close()
-        self._reader.thread.join(FAREWELL_S)
-        self._copies.close(FAREWELL_S)
+        self._reader.thread.join(FIN_S)
+        self._copies.close(FIN_S)
         self._paths.thread.join(self._paths.settings.probe_limit_s + 1.0)
         self._device.close()
 
@@ -470,24 +470,24 @@ class DualLink:
 
     # What the line tells.
 
-    def line_up(self) -> None:
+    def on_connected(self) -> None:
         """The peer's host answers."""
         with self._lock:
             self._health.line_changed(None)
-            self._paths.line_renewed()
+            self._paths.on_reconnected()
 
-    def line_down(self, cause: str) -> None:
+    def on_disconnected(self, cause: str) -> None:
         """The peer's host does not answer."""
         with self._lock:
             self._health.line_changed(cause)
             self._state.notify_waiting()
 
-    def peer_runs(self, running: bool) -> None:
+    def on_peer_running(self, running: bool) -> None:
         """The peer's process has stopped running, or runs again."""
         with self._lock:
-            self._health.peer_runs(running, time.monotonic())
+            self._health.on_peer_running(running, time.monotonic())
 
-    def lost(self, rank: int, cause: str) -> None:
+    def on_rank_failed(self, rank: int, cause: str) -> None:
         """A rank is gone for good."""
         self._end(rank, cause)
 
@@ -501,11 +501,11 @@ class DualLink:
             self._health.lose(rank, cause)
             self._state.notify_waiting()
 
-    def note_came(self, number: int, packet: bytes) -> int:
+    def on_note_received(self, number: int, packet: bytes) -> int:
         """A note has come by the line; returns below which number all have."""
         with self._lock:
             try:
-                return self._parts.note_came(number, packet)
+                return self._parts.on_note_received(number, packet)
             except ValueError as cause:
                 self._state.fail(f"{self.ends.there} sent an invalid message: {cause}")
                 return 0

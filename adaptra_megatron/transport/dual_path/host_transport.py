@@ -76,7 +76,7 @@ class HostTransport:
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
         self._peer_of: dict[MessageKey, int] = {}
-        self._came_by: dict[int, Path] = {}
+        self._last_paths: dict[int, Path] = {}
         self._arrival_signal = ArrivalSignal()
         self._links: dict[int, DualLink] = {}
         self._limit_s = min(COMES_UP_S, settings.timeout_s)
@@ -110,8 +110,8 @@ class HostTransport:
             assert maker is not None
             return maker.make(directed, session, timeout_s, link.opening)
 
-        mail = ControlChannel(lambda number, packet: lines.say(link, LinkNote(number, packet.decode())))
-        second = None if self._paths is None or maker is None else SecondPath(self._paths, make_group, mail)
+        channel = ControlChannel(lambda number, packet: lines.send(link, LinkNote(number, packet.decode())))
+        second = None if self._paths is None or maker is None else SecondPath(self._paths, make_group, channel)
         link = DualLink(ends, self._settings, self._device, self._arrival_signal, opens_s, second)
         return link
 
@@ -129,7 +129,7 @@ class HostTransport:
 
     def open_link(self, peer: int) -> None:
         link = self._links.get(peer)
-        if link is not None and not link.of_no_use:
+        if link is not None and not link.unusable:
             return
         if peer == self.rank or peer not in self._layout.workers:
             raise TransportError(
@@ -149,7 +149,7 @@ class HostTransport:
         link = self._links.pop(peer, None)
         if link is not None:
             self._opener.take_down(link, None)
-            self._came_by.pop(peer, None)
+            self._last_paths.pop(peer, None)
             self._peer_of = {key: source for key, source in self._peer_of.items() if source != peer}
 
     def abort(self, cause: str, peers: Collection[int] | None = None) -> None:
@@ -217,11 +217,11 @@ class HostTransport:
         peer = self._peer_of.pop(key)
         tensor, times = self._links[peer].wait(key, deadline_s)
         self._received.append(times)
-        self._came_by[peer] = times.path
+        self._last_paths[peer] = times.path
         return tensor
 
     def last_receive_path(self, peer: int) -> Path:
-        return self._came_by.get(peer, Path.HOST)
+        return self._last_paths.get(peer, Path.HOST)
 
     def flush(self, deadline_s: float) -> None:
         for link in self._links.values():
@@ -283,7 +283,7 @@ class HostTransport:
         """Process id of the running delegate; None between two."""
         return self._opener.supervisor.process_id
 
-    def say_failed(self, cause: str) -> None:
+    def report_failure(self, cause: str) -> None:
         """Tell all peers, who tell theirs, that this rank ends with an error. Returns at once."""
         self._opener.lines.fail(cause)
 

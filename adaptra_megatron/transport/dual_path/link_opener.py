@@ -79,7 +79,7 @@ class _Task:
 
     thread: threading.Thread
     link: weakref.ref[DualLink]
-    given_up: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 class LinkOpener:
@@ -138,7 +138,7 @@ class LinkOpener:
         with self._lock:
             tasks = list(self._tasks.values())
         for task in tasks:
-            task.given_up.set()
+            task.cancelled.set()
         for link in links:
             link.close()
         for task in tasks:
@@ -153,7 +153,7 @@ class LinkOpener:
 
         def run() -> None:
             if earlier is not None:
-                earlier.given_up.set()
+                earlier.cancelled.set()
                 earlier.thread.join()
             work(task)
 
@@ -185,22 +185,22 @@ class LinkOpener:
                 self.lines.listen(self._setup.line_listeners[kind])
         opening = self._openings.setdefault(peer, LinkOpenings())
         opening.begin()
-        store, told = self._store(), None
-        while not task.given_up.is_set():
-            if told != opening.mine:
-                told = opening.mine
-                self._tell(store, peer, told)
+        store, published = self._store(), None
+        while not task.cancelled.is_set():
+            if published != opening.mine:
+                published = opening.mine
+                self._publish(store, peer, published)
             if (theirs := store.peek(f"{peer}/{rank}")) is not None:
-                said, offer = json.loads(theirs)
-                if opening.agreed(Opening(*said)) and told == opening.mine:
+                opening_there, offer = json.loads(theirs)
+                if opening.agreed(Opening(*opening_there)) and published == opening.mine:
                     with self._lock:
-                        self._setup.hear(peer, Offer(**offer))
+                        self._setup.on_offer(peer, Offer(**offer))
                         self._setup.choose(peer)
-                    link.opening = told.number
+                    link.opening = published.number
                     return True
             if time.monotonic() >= deadline_s:
                 raise TransportError(f"{link.ends.there} did not come to open it")
-            task.given_up.wait(backoff.next_s())
+            task.cancelled.wait(backoff.next_s())
         return False
 
     def _take_down(self, link: DualLink, cause: str | None) -> None:
@@ -212,9 +212,9 @@ class LinkOpener:
         opening = self._openings.setdefault(link.ends.peer, LinkOpenings())
         opening.end()
         try:
-            self._tell(self._store(), link.ends.peer, opening.mine)
+            self._publish(self._store(), link.ends.peer, opening.mine)
         except RuntimeError as problem:  # then a peer may wait for this end in vain, and has its own deadline
-            logger.debug("link %s: its end cannot be told: %s", link.ends, problem)
+            logger.debug("link %s: its end cannot be published: %s", link.ends, problem)
 
     def _store(self) -> SealedStore:
         """The client of the present epoch, which all links share: no request waits for a peer. Raises RuntimeError."""
@@ -225,7 +225,7 @@ class LinkOpener:
                 self._client = control, control.client("openings")
             return self._client[1]
 
-    def _tell(self, store: SealedStore, peer: int, opening: Opening) -> None:
+    def _publish(self, store: SealedStore, peer: int, opening: Opening) -> None:
         store.set(f"{self._layout.rank}/{peer}", json.dumps([opening, asdict(self._setup.mine)]).encode())
 
     def _prepared(self, link: DualLink) -> SupervisedLink:

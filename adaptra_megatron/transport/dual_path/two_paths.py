@@ -60,7 +60,7 @@ class DeviceSide:
         self._state, self._sender, self._receiver, self._path = state, sender, receiver, path
         self._work = DeviceWork()
         self._nothing = DeviceWork()
-        self._told_ended = {True: False, False: False}
+        self._end_logged = {True: False, False: False}
 
     @property
     def pending(self) -> bool:
@@ -106,9 +106,9 @@ class DeviceSide:
     def _log_end(self, as_sender: bool) -> None:
         half = self._sender if as_sender else self._receiver
         level = logging.WARNING if half.was_healthy else logging.INFO
-        if self._state.finished or (self._told_ended[as_sender] and not half.was_healthy):
+        if self._state.finished or (self._end_logged[as_sender] and not half.was_healthy):
             level = logging.DEBUG  # tried again and again, as between two stages on one GPU
-        self._told_ended[as_sender] = True
+        self._end_logged[as_sender] = True
         link = self._state.ends.direction(receiving=not as_sender)
         logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, half.cause)
 
@@ -139,11 +139,11 @@ class HostSide:
         copies: Copies,
         writer: HostLinkWriter,
         due: deque[int],
-        mail: ControlChannel,
+        channel: ControlChannel,
     ) -> None:
         """`due`: the sequence numbers that `writer` is to acknowledge."""
         self._state, self._retransmit_queue, self._copies, self._writer = state, retransmit_queue, copies, writer
-        self._due, self._mail = due, mail
+        self._due, self._channel = due, channel
 
     def send(self, key: MessageKey, message: Computed, number: int, now_s: float) -> None:
         """Send a message. Raises TransportError when the device failed."""
@@ -153,19 +153,19 @@ class HostSide:
         """The peer has what was sent with this number, and needs it no more than once."""
         message = self._retransmit_queue.acknowledge(sequence)
         if message is not None and message.key is None and not message.probe:
-            self._mail.acknowledged(message.number)
+            self._channel.acknowledged(message.number)
 
-    def say(self, note: Note, now_s: float) -> None:
-        """Send a note; `mail` knows of it until the peer does."""
+    def send_note(self, note: Note, now_s: float) -> None:
+        """Send a note; `channel` knows of it until the peer does."""
         packet = packed(note)
-        number = self._mail.post(packet, now_s)
+        number = self._channel.post(packet, now_s)
         payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
         self._writer.enqueue(None, payload, number, now_s)
 
     def confirm(self, session: int, received: int, now_s: float) -> None:
         """Say that the first `received` of what a session carried are here; by note while the host path is down."""
         if self._state.session is None:
-            self.say(Received(session, received), now_s)
+            self.send_note(Received(session, received), now_s)
             return
         self._due.append(_CONFIRMS | session << _COUNT_BITS | received)
         self._writer.acknowledge()
@@ -226,7 +226,7 @@ class SecondPath:
 
     settings: PathSettings
     make_group: MakeGroup
-    mail: ControlChannel
+    channel: ControlChannel
 
 
 class PathSwitch:
@@ -240,7 +240,7 @@ class PathSwitch:
         self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
         self.thread = LinkThread(lock, f"adaptra-paths-{state.ends.peer}", self._next_work)
         """Keeps time, says notes that are overdue, and does slow work on the device path; ends once the link closes."""
-        self._state, self._host, self._device_path, self._mail = state, host, device, second.mail
+        self._state, self._host, self._device_path, self._channel = state, host, device, second.channel
         self._device = DeviceSide(state, self.sender, self.receiver, device)
         self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, host.send_probe)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
@@ -356,39 +356,39 @@ class PathSwitch:
 
     def probed(self, number: int, arrived_s: float) -> None:
         """A probe has come by the host path."""
-        self._host.say(HostProbed(number, arrived_s), time.monotonic())
+        self._host.send_note(HostProbed(number, arrived_s), time.monotonic())
 
-    def note_came(self, number: int, packet: bytes) -> int:
+    def on_note_received(self, number: int, packet: bytes) -> int:
         """A note has come; returns below which number all have. Raises ValueError for one that cannot be."""
         now_s = time.monotonic()
-        for readable in self._mail.take(number, packet):
+        for readable in self._channel.take(number, packet):
             note = decode_note(readable)
             try:
-                self._heard(note, now_s)
+                self._on_note(note, now_s)
             except (AssertionError, LookupError) as cause:
                 raise ValueError(f"{note}, which does not fit what was said before") from cause
         self._settle_effects()
         self.thread.wake()
-        return self._mail.acknowledged_below
+        return self._channel.acknowledged_below
 
     def noted(self, below: int) -> None:
         """The peer has all notes below this number."""
-        self._mail.noted(below)
+        self._channel.noted(below)
 
-    def line_renewed(self) -> None:
+    def on_reconnected(self) -> None:
         """The line has come up, maybe again."""
-        self._mail.line_renewed()
+        self._channel.on_reconnected()
         self.thread.wake()
 
-    def _heard(self, note: Note, now_s: float) -> None:
+    def _on_note(self, note: Note, now_s: float) -> None:
         if isinstance(note, FromSender):
-            self.receiver.heard(note, now_s)
+            self.receiver.on_note(note, now_s)
         elif isinstance(note, HostProbed):
             self._measured += self._host_probes.answered(note.number, note.arrived_s, now_s)
         elif isinstance(note, Received):
             self._confirmed(note.session, note.count)
         else:
-            self.sender.heard(note, now_s)
+            self.sender.on_note(note, now_s)
 
     def _confirmed(self, session: int, received: int) -> None:
         self.sender.confirmed(session, received)
@@ -436,7 +436,7 @@ class PathSwitch:
         sender, self.sender.effects = self.sender.effects, SenderEffects()
         receiver, self.receiver.effects = self.receiver.effects, ReceiverEffects()
         for note in (*sender.notes, *receiver.notes):
-            self._host.say(note, now_s)
+            self._host.send_note(note, now_s)
             if isinstance(note, Open):
                 level = logging.INFO if self.sender.failures else logging.DEBUG  # after a failure it is news
                 link = self._state.ends.direction(receiving=False)
@@ -460,10 +460,10 @@ class PathSwitch:
             down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)
             self.sender.tick(now_s, down_s, self._host.unacknowledged)
         self._settle_effects()
-        self._mail.say_overdue(now_s)
+        self._channel.send_overdue(now_s)
         if self._device.pending:
             return partial(self._device.do, self._device.take_all())
-        until_s = self._mail.overdue_from_s
+        until_s = self._channel.overdue_from_s
         if not state.finished:
             until_s = min(until_s, self.sender.next_tick_s, math.inf if down_since_s is None else now_s + _TICK_S)
         return min(_IDLE_S, max(1e-3, until_s - now_s))

@@ -24,48 +24,48 @@ OVERDUE_S = 0.2
 class ControlChannel:
     """Numbers and order of both directions of one link. Not safe for threads: the link's lock guards it."""
 
-    def __init__(self, say: Callable[[int, bytes], None]) -> None:
-        """`say(number, packet)` puts a note on the line. Returns at once; it may be lost if the line breaks."""
-        self._say = say
+    def __init__(self, send: Callable[[int, bytes], None]) -> None:
+        """`send(number, packet)` puts a note on the line. Returns at once; it may be lost if the line breaks."""
+        self._send = send
         self._posted = 0
         self._next = 0
         self._early: dict[int, bytes] = {}
-        self._unheard: dict[int, tuple[bytes, float]] = {}
-        self._said: set[int] = set()
+        self._unacknowledged: dict[int, tuple[bytes, float]] = {}
+        self._sent: set[int] = set()
         """Numbers that have been put on the line since it last came up."""
 
     def post(self, packet: bytes, now_s: float) -> int:
         """A new note: returns the number under which the host path is to carry it."""
         number = self._posted
         self._posted += 1
-        self._unheard[number] = (packet, now_s)
+        self._unacknowledged[number] = (packet, now_s)
         return number
 
     def acknowledged(self, number: int) -> None:
         """The peer has it."""
-        self._unheard.pop(number, None)
+        self._unacknowledged.pop(number, None)
 
     def noted(self, below: int) -> None:
         """The peer has all below this number."""
-        for number in [number for number in self._unheard if number < below]:
-            del self._unheard[number]
+        for number in [number for number in self._unacknowledged if number < below]:
+            del self._unacknowledged[number]
 
-    def line_renewed(self) -> None:
+    def on_reconnected(self) -> None:
         """What was put on the line before may be lost."""
-        self._said.clear()
+        self._sent.clear()
 
-    def say_overdue(self, now_s: float) -> None:
+    def send_overdue(self, now_s: float) -> None:
         """Put on the line what the host path has not brought in time."""
-        for number, (packet, posted_s) in self._unheard.items():
-            if number not in self._said and now_s >= posted_s + OVERDUE_S:
-                self._said.add(number)
-                self._say(number, packet)
+        for number, (packet, posted_s) in self._unacknowledged.items():
+            if number not in self._sent and now_s >= posted_s + OVERDUE_S:
+                self._sent.add(number)
+                self._send(number, packet)
 
     @property
     def overdue_from_s(self) -> float:
         """Return when the next note is to go by the line."""
-        unsaid = (posted_s for number, (_, posted_s) in self._unheard.items() if number not in self._said)
-        return min(unsaid, default=math.inf) + OVERDUE_S
+        unsent = (posted_s for number, (_, posted_s) in self._unacknowledged.items() if number not in self._sent)
+        return min(unsent, default=math.inf) + OVERDUE_S
 
     def take(self, number: int, packet: bytes) -> list[bytes]:
         """A note has come: what can be read now, in order. Doubles change nothing."""

@@ -221,7 +221,7 @@ class Receiver(Generic[Specification]):
         self.effects.notes.append(Dead(session, current.received, cause))
         self.effects.end.append(session)
 
-    def heard(self, note: FromSender, now_s: float) -> None:
+    def on_note(self, note: FromSender, now_s: float) -> None:
         """A note has come; but for Meet, those of other sessions mean nothing."""
         if isinstance(note, CreateSession):
             if self._session is not None:

@@ -339,7 +339,7 @@ class Sender(Generic[Payload]):
             del current.retained[index]
         current.received = max(current.received, received)
 
-    def heard(self, note: FromReceiver, now_s: float) -> None:
+    def on_note(self, note: FromReceiver, now_s: float) -> None:
         """A note has come; those of earlier sessions mean nothing."""
         current = self._session
         if current is None or current.number != note.session:

@@ -103,7 +103,7 @@ class HostLinkReader:
             until_s = max(now_s, min(until_s, look_again_s))
             session = state.session
             if session is None or session is ended:
-                state.news.wait(until_s - now_s)
+                state.state_changed.wait(until_s - now_s)
                 continue
             read_s = min(until_s, now_s + SIGNALS_S)
             if not without(self._lock, partial(self._read, session, read_s, session.inbound.pokes, hurry=True)):
@@ -130,7 +130,7 @@ class HostLinkReader:
         if not settle():
             session.give_up(None)
             self._state.read_out = True
-            self._state.fin_received()
+            self._state.on_fin()
             self._state.note_end()
 
     def _read(
@@ -147,8 +147,8 @@ class HostLinkReader:
         except (FrameError, RingError) as cause:
             there = self._state.ends.there
             sent = isinstance(cause, FrameError)
-            what = f"{there} sent an invalid frame" if sent else f"the ring from {there} is spoilt"
-            return partial(self._spoilt, session, f"{what}: {cause}")
+            what = f"{there} sent an invalid frame" if sent else f"the ring from {there} is corrupted"
+            return partial(self._on_corrupted, session, f"{what}: {cause}")
         except MemoryError:
             return self._no_memory
         if event is None:
@@ -156,7 +156,7 @@ class HostLinkReader:
         # Before the lock is taken, for new memory may have to be page-locked.
         return partial(self._take, session, event, self._received(event, session.inbound))
 
-    def _spoilt(self, session: Session, cause: str) -> bool:
+    def _on_corrupted(self, session: Session, cause: str) -> bool:
         self._state.corrupted(session, cause)
         return False
 
@@ -172,7 +172,7 @@ class HostLinkReader:
                 self._state.fail(f"{self._state.ends.there} sent an invalid message: {cause}")
                 return False
         if receipt is not None:
-            self._state.spoilt_in_a_row = 0
+            self._state.consecutive_corruptions = 0
         return self._acknowledge(session)
 
     def _acknowledge(self, session: Session, *, more: bool = True) -> bool:

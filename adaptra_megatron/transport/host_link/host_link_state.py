@@ -36,7 +36,7 @@ class LinkHealth:
         self._one_network = one_network
         self._down_since_s: float | None = now_s
         self._grace_from_s = now_s + opens_s
-        self._bye_s: float | None = None
+        self._peer_closed_s: float | None = None
         self._stopped_s: float | None = None
         self._unreachable: str | None = None
         self._culprit: int | None = ends.peer
@@ -64,12 +64,12 @@ class LinkHealth:
         if not self.over:
             self.over, self._failure, self._culprit = True, cause, rank
 
-    def bye(self, now_s: float) -> None:
+    def close_peer(self, now_s: float) -> None:
         """The peer has closed its end on purpose."""
-        if self._bye_s is None:
-            self._bye_s = now_s
+        if self._peer_closed_s is None:
+            self._peer_closed_s = now_s
 
-    def peer_runs(self, running: bool, now_s: float) -> None:
+    def on_peer_running(self, running: bool, now_s: float) -> None:
         """The peer's process is there, and does not run; or runs again, and may need the grace to connect."""
         self._stopped_s = None if running else now_s
         self._grace_from_s = now_s
@@ -88,16 +88,16 @@ class LinkHealth:
         self._one_network = one_network
 
     @property
-    def said_bye(self) -> bool:
+    def peer_closed(self) -> bool:
         """Return whether the peer has closed its end on purpose."""
-        return self._bye_s is not None
+        return self._peer_closed_s is not None
 
     def broken_from_s(self) -> float:
         """Return when waiting for the link stops making sense: -inf if it never does, inf while the link is up."""
         if self._failure is not None:
             return -math.inf
-        if self._bye_s is not None:
-            return self._bye_s + _CAUSE_S
+        if self._peer_closed_s is not None:
+            return self._peer_closed_s + _CAUSE_S
         if self._unreachable is not None and (self._one_network or self._down_since_s is not None):
             return -math.inf
         if self._down_since_s is None or self._stopped_s is not None:
@@ -136,7 +136,7 @@ class LinkHealth:
     def _seen(self, now_s: float) -> str:
         if self._failure is not None:
             return self._failure
-        if self.said_bye:
+        if self.peer_closed:
             return f"{self._ends.there} has closed its end"
         if self._unreachable is not None:
             return f"the host of {self._ends.there} does not answer: {self._unreachable}"
@@ -149,7 +149,7 @@ class LinkHealth:
 
 logger = logger_of(__name__)
 
-MOST_SPOILT = 3
+MAX_CORRUPTED_SESSIONS = 3
 """Sessions in a row that bad data may end before the link is given up: what is sent again is as bad every time."""
 
 GiveUp = Callable[[str | None], None]
@@ -174,17 +174,17 @@ class HostLinkState:
     ) -> None:
         """`grace_s`, `one_network`, `opens_s`: see LinkHealth."""
         self.ends = ends
-        self.news = threading.Condition(lock)
+        self.state_changed = threading.Condition(lock)
         """For the training thread, where it does not wait in a ring."""
         self.session: Session | None = None
         """None while the link is down."""
         self.health = LinkHealth(ends, grace_s, time.monotonic(), one_network=one_network, opens_s=opens_s)
         self.closing = False
-        self.heard_bye = False
+        self.fin_received = False
         """Set once the peer has said that it closes its end; what it had sent before may still have to be read."""
         self.read_out = False
         """Set once the reader has come to the end of the latest session that it has begun."""
-        self.spoilt_in_a_row = 0
+        self.consecutive_corruptions = 0
         """Sessions that bad data ended since the latest message arrived."""
         self._ended_by: str | None = None
         """Why a session ended, until the log says it."""
@@ -197,22 +197,22 @@ class HostLinkState:
     @property
     def finished(self) -> bool:
         """Return whether one of the two ends was closed on purpose, or is gone. Any thread may ask."""
-        return self.heard_bye or self.closing or self.health.over
+        return self.fin_received or self.closing or self.health.over
 
-    def fin_received(self) -> None:
+    def on_fin(self) -> None:
         """The peer has closed its end if it has said so and all of the session has been read.
 
         Over several connections a farewell may overtake what was sent before it; and of two threads that read, one may
         have it in hand while the other finds the end.
         """
-        if self.heard_bye and self.read_out:
-            self.health.bye(time.monotonic())
-        self.news.notify_all()
+        if self.fin_received and self.read_out:
+            self.health.close_peer(time.monotonic())
+        self.state_changed.notify_all()
 
     def begin(self, session: Session) -> None:
         """A new session."""
         self.session, self._may_end = session, True
-        self.news.notify_all()
+        self.state_changed.notify_all()
 
     def note_end(self, cause: str | None = None) -> None:
         """The supervisor says why the session has ended (the first cause counts), or all of it has been read.
@@ -237,10 +237,10 @@ class HostLinkState:
             return
         self.session = None
         self.health.down(cause, time.monotonic())
-        self.spoilt_in_a_row += 1
-        if self.spoilt_in_a_row >= MOST_SPOILT:
-            self.health.fail(f"{cause} ({self.spoilt_in_a_row} times in a row)")
-        self.news.notify_all()
+        self.consecutive_corruptions += 1
+        if self.consecutive_corruptions >= MAX_CORRUPTED_SESSIONS:
+            self.health.fail(f"{cause} ({self.consecutive_corruptions} times in a row)")
+        self.state_changed.notify_all()
         session.give_up(cause)
 
     def fail(self, cause: str) -> None:
@@ -252,6 +252,6 @@ class HostLinkState:
         """Wake the training thread, wherever it waits, unless it is the caller."""
         if self.waiting == threading.get_ident():
             return
-        self.news.notify_all()
+        self.state_changed.notify_all()
         if self.waiting is not None and self.session is not None:
             self.session.inbound.poke()

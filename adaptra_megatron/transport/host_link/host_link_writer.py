@@ -24,7 +24,7 @@ from adaptra_megatron.transport.message_keys import MessageKey, TransportError
 
 logger = logger_of(__name__)
 
-FAREWELL_S = 1.0
+FIN_S = 1.0
 """How long closing waits for the last acknowledgements to be written."""
 INLINE_NBYTES = 1 << 16
 """What the posting thread writes itself if that needs no waiting: waking another thread would take longer."""
@@ -39,7 +39,7 @@ class _Outcome(enum.Enum):
     FAILED = enum.auto()
     """The device does not give it away."""
     CLOSED = enum.auto()
-    SPOILT = enum.auto()
+    CORRUPTED = enum.auto()
     """There is what cannot be in the ring."""
 
 
@@ -98,7 +98,7 @@ class HostLinkWriter:
             return partial(self._write_due, session, due)
         if not self._state.closing:
             return _IDLE_S
-        self._say_bye()
+        self._send_fin()
         return None
 
     def _write_due(self, session: Session, due: Outgoing | int) -> Callable[[], None]:
@@ -137,8 +137,8 @@ class HostLinkWriter:
         except RingClosedError:
             return _Outcome.CLOSED
         except RingError as cause:
-            self._cause = f"the ring to {self._state.ends.there} is spoilt: {cause}"
-            return _Outcome.SPOILT
+            self._cause = f"the ring to {self._state.ends.there} is corrupted: {cause}"
+            return _Outcome.CORRUPTED
         return _Outcome.WRITTEN
 
     def _settle(self, session: Session, work: Outgoing | int, outcome: _Outcome) -> None:
@@ -149,7 +149,7 @@ class HostLinkWriter:
             state.session = None
             state.health.down("its rings were closed", time.monotonic())
             session.give_up(None)
-        elif outcome is _Outcome.SPOILT:
+        elif outcome is _Outcome.CORRUPTED:
             state.corrupted(session, self._cause)
         elif outcome is _Outcome.FAILED:
             state.fail(self._cause)
@@ -160,13 +160,13 @@ class HostLinkWriter:
                 self._retransmit_queue.mark_unwritten(work)
             self.thread.wake()
 
-    def _say_bye(self) -> None:
+    def _send_fin(self) -> None:
         session = self._state.session
         if session is not None:
             try:
-                session.outbound.write_bye(time.monotonic() + FAREWELL_S)
+                session.outbound.write_bye(time.monotonic() + FIN_S)
             except (RingError, TimeoutError) as cause:
-                logger.debug("link %s: no farewell to %s: %s", self._state.ends, self._state.ends.there, cause)
+                logger.debug("link %s: no FIN to %s: %s", self._state.ends, self._state.ends.there, cause)
 
 
 def _description(work: Outgoing) -> Description:

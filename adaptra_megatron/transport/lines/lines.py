@@ -61,7 +61,7 @@ class LinkNoteAck:
 
 
 @dataclass(frozen=True)
-class Lost:
+class RankFailed:
     """A rank is gone for good."""
 
     name: ClassVar[str] = "lost"
@@ -78,7 +78,7 @@ class Fin:
     """Why it ends the link though messages may be under way; None where it has no further use for it."""
 
 
-LineMessage = Beat | LinkNote | LinkNoteAck | Lost | Fin
+LineMessage = Beat | LinkNote | LinkNoteAck | RankFailed | Fin
 _KINDS: dict[str, type[LineMessage]] = kinds_of(LineMessage)
 
 
@@ -105,10 +105,10 @@ _HANDSHAKE_S = 5.0
 _AGAIN_S = 0.1
 _LONGEST_PAUSE_S = 8.0
 """Between two looks at a peer that answers, and does not bring up the line: each stays in its kernel's queue."""
-_FAREWELL_S = 2.0
+_FIN_S = 2.0
 """How long closing waits for lines that are not up yet, for the good-byes that are to be said on them."""
-_CLOSE_S = _FAREWELL_S + 1.0
-_PARTING_S = 10.0
+_CLOSE_S = _FIN_S + 1.0
+_FIN_RETRY_S = 10.0
 """How long a line that was not up when its link was ended tries to tell the peer why."""
 
 
@@ -124,22 +124,22 @@ class ConnectionPlace(NamedTuple):
 class LineEnd(Protocol):
     """A link as its line knows it. Called by the lines' thread, which is not to be kept waiting."""
 
-    def line_up(self) -> None:
+    def on_connected(self) -> None:
         """The line has come up, maybe again: what was said on it before may be lost."""
 
-    def line_down(self, cause: str) -> None:
+    def on_disconnected(self, cause: str) -> None:
         """The peer's host does not answer."""
 
-    def peer_runs(self, running: bool) -> None:
+    def on_peer_running(self, running: bool) -> None:
         """The peer's process has stopped running, or runs again."""
 
-    def lost(self, rank: int, cause: str) -> None:
+    def on_rank_failed(self, rank: int, cause: str) -> None:
         """A rank, the peer or another one, is gone for good; `cause` begins with its name."""
 
     def ended(self, cause: str) -> None:
         """The peer has ended the link while messages may be under way."""
 
-    def note_came(self, number: int, packet: bytes) -> int:
+    def on_note_received(self, number: int, packet: bytes) -> int:
         """A note has come. Returns below which number all notes have."""
 
     def noted(self, below: int) -> None:
@@ -156,22 +156,22 @@ class _Line:
         """Proven connections of a peer that connects."""
         self.writer: asyncio.StreamWriter | None = None
         """None while the line is down."""
-        self.heard_s = 0.0
+        self.received_s = 0.0
         self.runs = True
         self.reachable = True
         self.over = False
         """Set once the peer has said good-bye, or is gone."""
-        self.told_lost = False
-        self.losses: list[Lost] = []
+        self.failure_sent = False
+        self.failures: list[RankFailed] = []
         """To be passed on once the line is up, before anything else."""
-        self.parting: Fin | None = None
+        self.pending_fin: Fin | None = None
         """All else that is still to be said, once the line is up."""
 
-    def say(self, message: LineMessage) -> None:
+    def send(self, message: LineMessage) -> None:
         if self.writer is not None:
             self.writer.write(packed(message) + b"\n")
-        elif isinstance(message, Lost):
-            self.losses.append(message)
+        elif isinstance(message, RankFailed):
+            self.failures.append(message)
 
 
 class ControlConnections:
@@ -189,14 +189,14 @@ class ControlConnections:
     ) -> None:
         """`name`: of a rank, in messages. `job`, `secret`: the job's. `listeners`: become the lines'.
         `propagate_failures`: whether a rank that is gone ends all links of all others, or its own alone."""
-        self._losses_spread = propagate_failures
+        self._propagate_failures = propagate_failures
         self._rank, self._name, self._job, self._listeners = rank, name, job, list(listeners)
         self._secret = hashlib.sha256(b"lines" + secret).digest()  # or a delegate's connection would do for a line
         self._lines: dict[int, _Line] = {}
         """By peer."""
-        self._parting: list[_Line] = []
+        self._finishing: list[_Line] = []
         """Lines of openings that have ended, on which the peer is still to be sent the cause."""
-        self._lost: set[int] = set()
+        self._failed_ranks: set[int] = set()
         """Ranks that are gone for good."""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -224,9 +224,9 @@ class ControlConnections:
         """Say good-bye on a line, and give it up. `cause`: see Bye."""
         self._call(functools.partial(self._remove, end, cause))
 
-    def say(self, end: LineEnd, message: LineMessage) -> None:
+    def send(self, end: LineEnd, message: LineMessage) -> None:
         """Send a message where the line is up."""
-        self._call(functools.partial(self._say, end, message))
+        self._call(functools.partial(self._send, end, message))
 
     def fail(self, cause: str) -> None:
         """Tell all peers, who tell theirs, that this rank ends with an error."""
@@ -261,14 +261,14 @@ class ControlConnections:
             self._acceptor.listen(listener)
         beat = asyncio.ensure_future(self._beat())
         await self._closing.wait()
-        keepers = [line.keeper for line in (*self._lines.values(), *self._parting) if line.keeper is not None]
+        keepers = [line.keeper for line in (*self._lines.values(), *self._finishing) if line.keeper is not None]
         for line in self._lines.values():
-            line.say(Fin())
+            line.send(Fin())
         # Without a good-bye, a peer would take this process for one that has died.
         if coming_up := [line for line in self._lines.values() if line.keeper is not None and line.writer is None]:
             for line in coming_up:
-                line.parting = Fin()
-            await asyncio.wait([line.keeper for line in coming_up if line.keeper is not None], timeout=_FAREWELL_S)
+                line.pending_fin = Fin()
+            await asyncio.wait([line.keeper for line in coming_up if line.keeper is not None], timeout=_FIN_S)
         self._acceptor.close()
         for task in (beat, *keepers):
             task.cancel()
@@ -280,7 +280,7 @@ class ControlConnections:
 
     def _add(self, line: _Line) -> None:
         assert line.peer not in self._lines, f"there is a line to rank {line.peer} already"
-        self._lost.discard(line.peer)  # or there would be no link to it
+        self._failed_ranks.discard(line.peer)  # or there would be no link to it
         self._lines[line.peer] = line
         line.keeper = asyncio.ensure_future(self._keep(line))
 
@@ -290,31 +290,31 @@ class ControlConnections:
             return
         assert line.keeper is not None
         del self._lines[line.peer]
-        bye = Fin(None if cause is None else cause[:NOTE_NBYTES])
-        line.say(bye)
+        fin = Fin(None if cause is None else cause[:NOTE_NBYTES])
+        line.send(fin)
         line.keeper.add_done_callback(lambda _: self._forget(line))
         if line.writer is None and cause is not None and not line.keeper.done():
-            line.parting = bye
-            self._parting.append(line)
-            self._loop.call_later(_PARTING_S, line.keeper.cancel)
+            line.pending_fin = fin
+            self._finishing.append(line)
+            self._loop.call_later(_FIN_RETRY_S, line.keeper.cancel)
         else:
             line.keeper.cancel()  # what has been said still leaves
 
     def _forget(self, line: _Line) -> None:
-        if line in self._parting:
-            self._parting.remove(line)
+        if line in self._finishing:
+            self._finishing.remove(line)
         while not line.admitted.empty():
             line.admitted.get_nowait().close()
 
-    def _say(self, end: LineEnd, message: LineMessage) -> None:
+    def _send(self, end: LineEnd, message: LineMessage) -> None:
         if (line := self._line_of(end)) is not None:
-            line.say(message)
+            line.send(message)
 
     def _line_of(self, end: LineEnd) -> _Line | None:
         return next((line for line in self._lines.values() if line.end is end), None)
 
     async def _admit(self, purpose: Purpose, connection: socket.socket) -> None:
-        lines, wanted = (*self._lines.values(), *self._parting), (purpose.source, purpose.opening)
+        lines, wanted = (*self._lines.values(), *self._finishing), (purpose.source, purpose.opening)
         line = next((line for line in lines if (line.peer, line.opening) == wanted), None)
         if line is None or (purpose.job, purpose.target) != (self._job, self._rank):
             raise HandshakeError(HandshakeRefusal.MISDIRECTED, f"rank {self._rank} has no such line")
@@ -333,11 +333,11 @@ class ControlConnections:
                     continue
                 if self._closing.is_set():
                     return
-                self._lose(line.peer, f"{self._name(line.peer)} is gone: its process has ended")
+                self._on_failure(line.peer, f"{self._name(line.peer)} is gone: its process has ended")
                 return
             except (OSError, asyncio.TimeoutError) as cause:
                 line.reachable = False
-                line.end.line_down(f"{cause}" or f"it did not answer within {_CONNECT_S:g} s")
+                line.end.on_disconnected(f"{cause}" or f"it did not answer within {_CONNECT_S:g} s")
                 await asyncio.sleep(_AGAIN_S)
                 continue
             try:
@@ -399,18 +399,18 @@ class ControlConnections:
     async def _carry(self, line: _Line, connection: socket.socket) -> None:
         """Until the line breaks."""
         reader, line.writer = await asyncio.open_connection(sock=connection, limit=LINE_NBYTES)
-        line.heard_s, line.reachable = time.monotonic(), True
+        line.received_s, line.reachable = time.monotonic(), True
         try:
-            for lost in line.losses:
-                line.say(lost)
-            line.losses.clear()
-            if line.parting is not None:
-                line.say(line.parting)
+            for failed in line.failures:
+                line.send(failed)
+            line.failures.clear()
+            if line.pending_fin is not None:
+                line.send(line.pending_fin)
                 line.over = True
                 return
-            line.end.line_up()
+            line.end.on_connected()
             while packet := await reader.readline():
-                line.heard_s = time.monotonic()
+                line.received_s = time.monotonic()
                 self._take(line, decode_line(packet))
         except (OSError, ValueError) as cause:
             logger.debug("line %d<->%d: %s", self._rank, line.peer, cause)
@@ -421,11 +421,11 @@ class ControlConnections:
 
     def _take(self, line: _Line, message: LineMessage) -> None:
         if isinstance(message, LinkNote):
-            line.say(LinkNoteAck(line.end.note_came(message.number, message.text.encode())))
+            line.send(LinkNoteAck(line.end.on_note_received(message.number, message.text.encode())))
         elif isinstance(message, LinkNoteAck):
             line.end.noted(message.below)
-        elif isinstance(message, Lost):
-            self._lose(message.rank, message.cause)
+        elif isinstance(message, RankFailed):
+            self._on_failure(message.rank, message.cause)
         elif isinstance(message, Fin):
             line.over = True
             if message.cause is not None:
@@ -441,37 +441,37 @@ class ControlConnections:
                 if line.writer is None:
                     continue
                 if late:  # this process did not run: it could not receive
-                    line.heard_s = now_s
-                self._note_runs(line, now_s <= line.heard_s + SILENT_S)
+                    line.received_s = now_s
+                self._note_runs(line, now_s <= line.received_s + SILENT_S)
                 if line.runs or beats % _SILENT_BEATS == 0:
-                    line.say(Beat())
+                    line.send(Beat())
 
     def _note_runs(self, line: _Line, running: bool) -> None:
         if line.runs != running:
             line.runs = running
-            line.end.peer_runs(running)
+            line.end.on_peer_running(running)
 
     def _fail(self, cause: str) -> None:
         for line in self._lines.values():
             if not line.reachable:
-                self._lose(line.peer, f"{self._name(line.peer)} is gone, or cut off: its host does not answer")
-        self._lose(self._rank, f"{self._name(self._rank)} ended with an error: {cause}"[:NOTE_NBYTES])
+                self._on_failure(line.peer, f"{self._name(line.peer)} is gone, or cut off: its host does not answer")
+        self._on_failure(self._rank, f"{self._name(self._rank)} ended with an error: {cause}"[:NOTE_NBYTES])
 
-    def _lose(self, rank: int, cause: str) -> None:
+    def _on_failure(self, rank: int, cause: str) -> None:
         """Pass on that a rank is lost, before anything else comes of it: of several, the first is the cause.
 
         Of one that was lost before, links that have been opened since learn nothing new.
         """
-        told = [line for line in self._lines.values() if rank not in self._lost and not line.told_lost]
-        if not self._losses_spread:
-            told = [line for line in told if line.peer == rank]
-        self._lost.add(rank)
-        for line in told:
-            line.told_lost = True
-            line.say(Lost(rank, cause))
+        notified = [line for line in self._lines.values() if rank not in self._failed_ranks and not line.failure_sent]
+        if not self._propagate_failures:
+            notified = [line for line in notified if line.peer == rank]
+        self._failed_ranks.add(rank)
+        for line in notified:
+            line.failure_sent = True
+            line.send(RankFailed(rank, cause))
             line.over = line.over or line.peer == rank
-        for line in told:
-            line.end.lost(rank, cause)
+        for line in notified:
+            line.end.on_rank_failed(rank, cause)
 
     def _leave_to_the_parent(self) -> None:
         """In a forked child: what it held open would stay open when the parent ends."""

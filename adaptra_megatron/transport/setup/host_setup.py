@@ -68,7 +68,7 @@ class HostSetup:
         """Names the job in handshakes."""
         return hashlib.sha256(self._layout.token.encode()).digest()[:JOB_NBYTES]
 
-    def hear(self, peer: int, offer: Offer) -> None:
+    def on_offer(self, peer: int, offer: Offer) -> None:
         """What a peer has told of itself; the latest counts."""
         self._offers[peer] = offer
 
@@ -158,14 +158,14 @@ def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -
     it names those ranks and what keeps each.
     """
     setup = HostSetup(rendezvous.layout, settings)
-    _tell(setup, rendezvous, "hosts")
+    _exchange_offers(setup, rendezvous, "hosts")
     failure: Exception | None = None
     try:
         setup.listen_for({WIRES[setup.choose(peer)].listener for peer in peers}, rendezvous.ranks)
     except Exception as cause:  # whatever it is, the others are to know
         failure = cause
     try:
-        _tell(setup, rendezvous, "addresses")
+        _exchange_offers(setup, rendezvous, "addresses")
         agree_on_host_path(rendezvous, "listening", failure)
     except BaseException:
         setup.close()
@@ -173,6 +173,6 @@ def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -
     return setup
 
 
-def _tell(setup: HostSetup, rendezvous: Rendezvous, what: str) -> None:
+def _exchange_offers(setup: HostSetup, rendezvous: Rendezvous, what: str) -> None:
     for rank, offer in zip(rendezvous.ranks, rendezvous.gather(what, asdict(setup.mine)), strict=True):
-        setup.hear(rank, Offer(**offer))
+        setup.on_offer(rank, Offer(**offer))

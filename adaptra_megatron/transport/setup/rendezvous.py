@@ -108,11 +108,11 @@ class Rendezvous:
         """
         mine = None if failure is None else _spelled(failure)
         stages_by_cause: dict[str, list[int]] = {}
-        for stage, told in enumerate(self.gather(what, mine)):
-            if told is not None:
-                stages_by_cause.setdefault(told, []).append(stage)
+        for stage, cause in enumerate(self.gather(what, mine)):
+            if cause is not None:
+                stages_by_cause.setdefault(cause, []).append(stage)
         return (
-            "; ".join(f"{', '.join(map(self.name, stages))}: {told}" for told, stages in stages_by_cause.items())
+            "; ".join(f"{', '.join(map(self.name, stages))}: {cause}" for cause, stages in stages_by_cause.items())
             or None
         )
 

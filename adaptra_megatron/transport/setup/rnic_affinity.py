@@ -249,9 +249,9 @@ def _place(sysfs: Path, hardware: Path) -> HardwarePlace:
 
 def _numa_node(sysfs: Path, hardware: Path) -> int | None:
     """The kernel says -1 where the firmware does not tell; with a single node that is no question."""
-    told = next(filter(None, (_read(directory / "numa_node") for directory in (hardware, *hardware.parents))), "-1")
-    if int(told) >= 0:
-        return int(told)
+    node = next(filter(None, (_read(directory / "numa_node") for directory in (hardware, *hardware.parents))), "-1")
+    if int(node) >= 0:
+        return int(node)
     nodes = [entry.name for entry in (sysfs / "devices/system/node").glob("node[0-9]*")]
     return int(nodes[0].removeprefix("node")) if len(nodes) == 1 else None
 

@@ -38,8 +38,8 @@ from campaigns.dying_trainings import (
     problems,
     train,
 )
+from testing.jobs.fault_tolerant_jobs import Host
 from testing.jobs.fork_server import ForkServer
-from testing.jobs.outlived import Host
 
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"

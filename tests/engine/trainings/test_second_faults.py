@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
 from campaigns.dying_trainings import KILLED, LONGEST_S, TRAIN_GPT, Layout, problems, train
+from testing.jobs.fault_tolerant_jobs import Host, run_with_failures
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.job_store import JobStore
-from testing.jobs.outlived import Host, run_with_failures
 
 STRUCK_RANKS = str(Path(__file__).with_name("struck_ranks.py"))
 LAYOUT = Layout(3, 2, flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")

@@ -512,7 +512,7 @@ def test_a_launch_may_take_as_long_as_messages_may(gpus: Gpus, monkeypatch: pyte
         source.send(tensors.pop(), 0)
     assert 0.29 < time.monotonic() - begun_s < 10.0
     assert len(source._stream.operations) == recorded
-    assert any(each.data_ptr() == address for each in source._kept), "the device may still read it"
+    assert any(each.data_ptr() == address for each in source._retained), "the device may still read it"
 
 
 def test_a_launch_that_stands_keeps_the_watch_from_no_deadline(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,8 +660,8 @@ class Links:
                 return made
 
             device: Any = gpus.devices[stage]
-            mail = ControlChannel(lambda number, packet: None)  # the host path brings them
-            second = SecondPath(PathSettings(**paths), make_group, mail)
+            channel = ControlChannel(lambda number, packet: None)  # the host path brings them
+            second = SecondPath(PathSettings(**paths), make_group, channel)
             self.ends.append(DualLink(LinkEnds(stage, 1 - stage), SETTINGS, device, second=second))
             self.ends[-1].describe(specification)
         there, back = (Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2))

@@ -148,10 +148,10 @@ class PathSwitch(RuleBasedStateMachine):
     def notes_arrive(self, count: int) -> None:
         for _ in range(count):
             if self.to_receiver:
-                self.receiver.heard(self.to_receiver.popleft(), self.now_s)  # type: ignore[arg-type]
+                self.receiver.on_note(self.to_receiver.popleft(), self.now_s)  # type: ignore[arg-type]
                 self._carry_out()
             if self.to_sender:
-                self.sender.heard(self.to_sender.popleft(), self.now_s)  # type: ignore[arg-type]
+                self.sender.on_note(self.to_sender.popleft(), self.now_s)  # type: ignore[arg-type]
                 self._carry_out()
             if self.confirmations:
                 self.sender.confirmed(*self.confirmations.popleft())
@@ -406,9 +406,9 @@ class Wire:
                 start_s = max(self.now_s, self.arrivals[-1][0] if self.arrivals else 0.0)
                 self.arrivals.append((start_s + nbytes / self.nbytes_per_s, send.session, nbytes))
             for note in sender.notes:
-                self.receiver.heard(note, self.now_s)
+                self.receiver.on_note(note, self.now_s)
             for answer in receiver.notes:
-                self.sender.heard(answer, self.now_s)
+                self.sender.on_note(answer, self.now_s)
             if receiver.confirm is not None:
                 self.sender.confirmed(*receiver.confirm)
             for session in sender.begin:

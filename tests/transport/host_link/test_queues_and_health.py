@@ -273,8 +273,8 @@ def test_health_says_until_when_waiting_makes_sense() -> None:
         assert part in text
     health.up()
     assert "(--adaptra-timeout-s)" in str(health.error("waited for", str(key(3)), 0.0, 600.0, receiving=True))
-    health.bye(700.0)
-    health.bye(800.0)
+    health.close_peer(700.0)
+    health.close_peer(800.0)
     assert 700.0 < health.broken_from_s() < 701.0, "what it closed for may be on its way"
     assert "rank 2 has closed its end" in str(health.error("x", str(key(0)), 0.0, 1.0, receiving=False))
 
@@ -282,12 +282,12 @@ def test_health_says_until_when_waiting_makes_sense() -> None:
 def test_grace_is_for_a_peer_that_runs() -> None:
     health = LinkHealth(LinkEnds(1, 2), grace_s=5.0, now_s=100.0)
     health.up()
-    health.peer_runs(False, 200.0)
+    health.on_peer_running(False, 200.0)
     health.down("it broke", 201.0)
     assert health.broken_from_s() == math.inf, "it is there, and cannot connect"
     text = str(health.error("waited for", str(key(3)), 201.0, 800.0, receiving=True))
     assert "the process of rank 2 is there, but has not run for 600 s" in text
-    health.peer_runs(True, 300.0)
+    health.on_peer_running(True, 300.0)
     assert health.broken_from_s() == 305.0
     health.line_changed("timed out")
     assert health.broken_from_s() == -math.inf
@@ -310,15 +310,15 @@ def test_a_line_says_nothing_of_a_session_on_another_network() -> None:
     assert health.broken_from_s() == -math.inf
 
 
-@pytest.mark.parametrize("first", ["heard_bye", "read_out"])
+@pytest.mark.parametrize("first", ["fin_received", "read_out"])
 def test_a_farewell_counts_once_the_session_is_read_whichever_thread_comes_first(first: str) -> None:
     lock = threading.Lock()
     state = HostLinkState(LinkEnds(0, 1), lock, grace_s=10.0)
-    for what in sorted(("heard_bye", "read_out"), key=lambda what: what != first):
+    for what in sorted(("fin_received", "read_out"), key=lambda what: what != first):
         setattr(state, what, True)
         with lock:
-            state.fin_received()
-        assert state.health.said_bye is (what != first)
+            state.on_fin()
+        assert state.health.peer_closed is (what != first)
 
 
 @pytest.mark.parametrize(

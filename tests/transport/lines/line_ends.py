@@ -17,42 +17,42 @@ class End:
 
     def __init__(self, lines: ControlConnections) -> None:
         self.lock = threading.Lock()
-        self.mail = ControlChannel(lambda number, packet: lines.say(self, LinkNote(number, packet.decode())))
+        self.channel = ControlChannel(lambda number, packet: lines.send(self, LinkNote(number, packet.decode())))
         self.ups, self.down = 0, ""
         self.read: list[bytes] = []
         self.runs: list[bool] = []
-        self.losses: list[tuple[int, str]] = []
+        self.failures: list[tuple[int, str]] = []
 
-    def line_up(self) -> None:
+    def on_connected(self) -> None:
         with self.lock:
             self.ups += 1
-            self.mail.line_renewed()
+            self.channel.on_reconnected()
 
-    def line_down(self, cause: str) -> None:
+    def on_disconnected(self, cause: str) -> None:
         self.down = cause
 
-    def peer_runs(self, running: bool) -> None:
+    def on_peer_running(self, running: bool) -> None:
         self.runs.append(running)
 
-    def lost(self, rank: int, cause: str) -> None:
-        self.losses.append((rank, cause))
+    def on_rank_failed(self, rank: int, cause: str) -> None:
+        self.failures.append((rank, cause))
 
     def ended(self, cause: str) -> None:
         self.down = cause
 
-    def note_came(self, number: int, packet: bytes) -> int:
+    def on_note_received(self, number: int, packet: bytes) -> int:
         with self.lock:
-            self.read += self.mail.take(number, packet)
-            return self.mail.acknowledged_below
+            self.read += self.channel.take(number, packet)
+            return self.channel.acknowledged_below
 
     def noted(self, below: int) -> None:
         with self.lock:
-            self.mail.noted(below)
+            self.channel.noted(below)
 
-    def say(self, text: str) -> None:
+    def send(self, text: str) -> None:
         with self.lock:
-            self.mail.post(text.encode(), time.monotonic() - OVERDUE_S)
+            self.channel.post(text.encode(), time.monotonic() - OVERDUE_S)
 
     def keep(self) -> None:
         with self.lock:
-            self.mail.say_overdue(time.monotonic())
+            self.channel.send_overdue(time.monotonic())

@@ -27,7 +27,7 @@ from adaptra_megatron.transport.lines.lines import (
     Fin,
     LinkNote,
     LinkNoteAck,
-    Lost,
+    RankFailed,
     decode_line,
 )
 from adaptra_megatron.transport.setup.host_placement import listen_shm, listen_tcp
@@ -68,8 +68,8 @@ def test_notes_arrive_once_and_in_order_however_often_the_line_breaks(chain: Cha
     one, other = chain[0][1][1], chain[1][1][0]
     texts = [f"note {number}" for number in range(200)]
     for number, text in enumerate(texts):
-        one.say(text)
-        other.say(text)
+        one.send(text)
+        other.send(text)
         one.keep()
         other.keep()
         if number % 50 == 25:
@@ -84,17 +84,19 @@ def test_notes_arrive_once_and_in_order_however_often_the_line_breaks(chain: Cha
     until(over, "notes are lost")
     assert [note.decode() for note in one.read] == [note.decode() for note in other.read] == texts
     assert one.ups > 1, "nothing was broken"
-    until(lambda: one.mail.overdue_from_s == other.mail.overdue_from_s == float("inf"), "notes are not acknowledged")
-    assert not [loss for end in all_ends(chain) for loss in end.losses], "a broken line is no lost stage"
+    until(
+        lambda: one.channel.overdue_from_s == other.channel.overdue_from_s == float("inf"), "notes are not acknowledged"
+    )
+    assert not [loss for end in all_ends(chain) for loss in end.failures], "a broken line is no lost stage"
 
 
 def test_a_stage_that_fails_is_named_to_all(chain: Chain) -> None:
     chain[2][0].fail("ArithmeticError: as a model's own code would")
-    until(lambda: bool(chain[1][1][0].losses), "its neighbour does not know")
+    until(lambda: bool(chain[1][1][0].failures), "its neighbour does not know")
     chain[1][0].fail("TransportError: what it led to")
-    until(lambda: all(end.losses for end in all_ends(chain)), "a stage does not know")
+    until(lambda: all(end.failures for end in all_ends(chain)), "a stage does not know")
     said = "rank 2 ended with an error: ArithmeticError: as a model's own code would"
-    assert [end.losses for end in all_ends(chain)] == [[(2, said)]] * 4
+    assert [end.failures for end in all_ends(chain)] == [[(2, said)]] * 4
 
 
 def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
@@ -107,10 +109,10 @@ def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
     monkeypatch.setattr(ControlConnections, "_reach", reach)
     break_line(chain[0][0], 1)
     until(lambda: "No route to host" in end.down, "the link is not told")
-    assert not end.losses, "it may have another path"
+    assert not end.failures, "it may have another path"
     chain[0][0].fail("TransportError: it has none")
-    until(lambda: bool(end.losses), "no lost rank is named")
-    assert end.losses == [(1, "rank 1 is gone, or cut off: its host does not answer")]
+    until(lambda: bool(end.failures), "no lost rank is named")
+    assert end.failures == [(1, "rank 1 is gone, or cut off: its host does not answer")]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -128,7 +130,7 @@ def test_a_process_that_closes_before_its_line_is_up_has_not_died(leaves: int, t
         stays = both[1 - leaves]
         until(lambda stays=stays: stays._lines[leaves].over, "the good-bye does not arrive")
         stays.close()
-        assert not ends[1 - leaves].losses
+        assert not ends[1 - leaves].failures
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -141,13 +143,13 @@ def test_a_stage_that_fails_before_its_line_is_up_is_named(fails: int, transport
         lines.add(1 - rank, ConnectionPlace(listening[1 - rank][1], ""), ends[rank])
     both[fails].begin()
     both[fails].fail("ArithmeticError: in its first action")
-    until(lambda: bool(ends[fails].losses), "it does not fail")
+    until(lambda: bool(ends[fails].failures), "it does not fail")
     both[1 - fails].begin()
     both[fails].close()
-    until(lambda: bool(ends[1 - fails].losses), "the peer does not know")
+    until(lambda: bool(ends[1 - fails].failures), "the peer does not know")
     both[1 - fails].close()
     said = f"rank {fails} ended with an error: ArithmeticError: in its first action"
-    assert ends[1 - fails].losses == [(fails, said)]
+    assert ends[1 - fails].failures == [(fails, said)]
 
 
 @pytest.mark.parametrize("ends_it", [0, 1])
@@ -166,20 +168,20 @@ def test_the_cause_of_an_ended_link_arrives_though_its_line_is_down(
         until(lambda: "No route to host" in end.down and "No route to host" in peer.down, "the line is not down")
         lines.remove(end, "try 3 has failed")
     until(lambda: "try 3 has failed" in peer.down, "the peer does not learn why")
-    until(lambda: not lines._parting, "what was to be said has been, and the line is still there")
+    until(lambda: not lines._finishing, "what was to be said has been, and the line is still there")
     theirs.remove(peer)
     renewed = [End(lines), End(theirs)]
     lines.add(1 - ends_it, places[0], renewed[0], opening=2)
     theirs.add(ends_it, places[1], renewed[1], opening=2)
     until(lambda: all(each.ups for each in renewed), "another opening does not come up")
-    assert not [loss for end in all_ends(chain) for loss in end.losses]
+    assert not [loss for end in all_ends(chain) for loss in end.failures]
 
 
 def test_a_stage_that_says_good_bye_is_not_lost(chain: Chain) -> None:
     chain[1][0].close()
     chain[1][0].close()
     time.sleep(2 * BEAT_S)
-    assert not [loss for end in all_ends(chain) for loss in end.losses]
+    assert not [loss for end in all_ends(chain) for loss in end.failures]
 
 
 def test_a_stage_that_does_not_run_is_seen(chain: Chain) -> None:
@@ -188,7 +190,7 @@ def test_a_stage_that_does_not_run_is_seen(chain: Chain) -> None:
     until(lambda: end.runs == [False], "nothing was noticed")
     until(lambda: end.runs == [False, True], "its return was not noticed")
     assert chain[1][1][0].runs in ([], [False, True]), "the one that did not run holds it against the others"
-    assert not [loss for end in all_ends(chain) for loss in end.losses]
+    assert not [loss for end in all_ends(chain) for loss in end.failures]
 
 
 def test_a_forked_process_does_not_keep_lines_up(chain: Chain) -> None:
@@ -204,7 +206,7 @@ def test_a_forked_process_does_not_keep_lines_up(chain: Chain) -> None:
     assert os.read(read, 100) == b"-1"
     os.close(read)
     os.close(says)
-    chain[0][1][1].say("still here")
+    chain[0][1][1].send("still here")
     chain[0][1][1].keep()
     until(lambda: chain[1][1][0].read == [b"still here"], "the child has ended its parent's line")
 
@@ -215,10 +217,10 @@ def test_a_forked_process_does_not_keep_lines_up(chain: Chain) -> None:
         st.builds(Fin),
         st.builds(LinkNote, st.integers(0, 2**40), st.text()),
         st.builds(LinkNoteAck, st.integers(0, 2**40)),
-        st.builds(Lost, st.integers(0, 100), st.text()),
+        st.builds(RankFailed, st.integers(0, 100), st.text()),
     )
 )
-def test_messages_are_read_as_they_were_said(message: Beat | Fin | LinkNote | LinkNoteAck | Lost) -> None:
+def test_messages_are_read_as_they_were_said(message: Beat | Fin | LinkNote | LinkNoteAck | RankFailed) -> None:
     assert b"\n" not in packed(message)
     assert decode_line(packed(message)) == message
 
@@ -259,16 +261,16 @@ def test_mail_survives_whatever_paths_and_lines_lose(steps: list[Step]) -> None:
         lambda which: host.append((sender.post(b"%d" % posted, now_s), b"%d" % posted)),
         lambda which: read.extend(receiver.take(*host[which % len(host)])) if host else None,
         lambda which: read.extend(receiver.take(*line[which % len(line)])) if line else None,
-        lambda which: (line.clear(), sender.line_renewed()),
+        lambda which: (line.clear(), sender.on_reconnected()),
         lambda which: sender.noted(receiver.acknowledged_below),
-        lambda which: sender.say_overdue(now_s),
+        lambda which: sender.send_overdue(now_s),
     ]
     for action, which in steps:
         now_s += 0.1
         actions[action](which)
         posted += action == 0
-    sender.line_renewed()
-    sender.say_overdue(now_s + OVERDUE_S)
+    sender.on_reconnected()
+    sender.send_overdue(now_s + OVERDUE_S)
     for note in line:
         read += receiver.take(*note)
     assert read == [b"%d" % number for number in range(posted)]

@@ -45,7 +45,7 @@ def ends(hosts: tuple[Host, Host]) -> Iterator[tuple[End, End]]:
 
 def test_a_short_outage_is_waited_for(hosts: tuple[Host, Host], ends: tuple[End, End]) -> None:
     cut(hosts)
-    ends[0].say("said into the void")
+    ends[0].send("said into the void")
     ends[0].keep()
     time.sleep(SHORT_S)
     assert not ends[1].read, "the network was not cut"
@@ -62,4 +62,4 @@ def test_a_host_that_vanishes_is_seen_in_time(hosts: tuple[Host, Host], ends: tu
         assert time.monotonic() < began_s + GONE_S, "nothing was noticed"
         time.sleep(0.01)
     assert time.monotonic() > began_s + SHORT_S
-    assert not [loss for end in ends for loss in end.losses], "it may have another path"
+    assert not [loss for end in ends for loss in end.failures], "it may have another path"

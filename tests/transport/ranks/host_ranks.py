@@ -237,7 +237,7 @@ def rank_lost(make: Make) -> None:
     with pytest.raises(TransportError) as failed:
         waits.get(rank, lambda: transport.wait(awaited[0], time.monotonic() + 30.0))()
     failed_s = time.monotonic()
-    transport.say_failed(str(failed.value))
+    transport.report_failure(str(failed.value))
     transport.close(drained=False)
     sys.stdout.write(f"failed at {failed_s}, ended at {time.monotonic()}: {failed.value}\n")
     sys.stdout.flush()
@@ -325,9 +325,9 @@ def strangers(make: Make) -> None:
         half_open = [_connect(listener) for _ in range(70)]  # more than an acceptor lets wait
         request = b"GET / HTTP/1.1\r\n\r\n" + bytes(100)
         for junk in (request, os.urandom(1 << 16), bytes(ANSWER_NBYTES), b"\xff" * ANSWER_NBYTES):
-            with _connect(listener) as stranger:
-                _say(stranger, junk)
-                assert _answer(stranger) == b"", "a stranger was let in"
+            with _connect(listener) as peer:
+                _say(peer, junk)
+                assert _answer(peer) == b"", "a peer was let in"
         _connect(listener).close()
         dist.barrier()
         exchange(transport, 1)

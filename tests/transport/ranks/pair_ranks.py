@@ -26,7 +26,7 @@ from transport_checks import host_transport, until
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import Path, PathSettings
-from testing.faults.network.spoilt_rings import spoil
+from testing.faults.network.corrupted_rings import corrupt
 
 STRUCK_S = 1.5
 """How long the faults last that are not over at once: longer than either path may be silent before it is left."""
@@ -59,14 +59,14 @@ class Scene:
 
 
 @contextmanager
-def ring_spoilt(scene: Scene) -> Iterator[None]:
+def ring_corrupted(scene: Scene) -> Iterator[None]:
     """A word of the ring to the peer changes: there must be another session."""
     link = scene.transport._links[1 - dist.get_rank()]
     session, sessions = link._state.session, link.sessions
     assert session is not None
-    spoil(session.outbound.fd, "released", 3)
+    corrupt(session.outbound.fd, "released", 3)
     yield
-    until(lambda: link.sessions > sessions, "the spoilt ring is still in use", scene.most_s)
+    until(lambda: link.sessions > sessions, "the corrupted ring is still in use", scene.most_s)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def rank_stopped(scene: Scene) -> Iterator[None]:
 
 
 FAULTS: dict[str, Callable[[Scene], AbstractContextManager[None]]] = {
-    "ring-spoilt": ring_spoilt,
+    "ring-spoilt": ring_corrupted,
     "delegate-killed": delegate_killed,
     "host-dead": host_dead,
     "device-dead": device_dead,

@@ -398,13 +398,13 @@ def _hear_of_aborts(stage: SimulatedStage) -> None:
     """As NCCL's network transports do: an end whose peer was aborted reports an error."""
     abort = stage.nccl.abort
 
-    def heard(handle: int) -> None:
+    def abort_and_report(handle: int) -> None:
         communicator = stage.nccl.fabric.communicators[handle - 1]
         abort(handle)
         for end in communicator.pair.ends.values():
             end.error = "remote process exited or there was a network error"
 
-    stage.nccl.abort = heard
+    stage.nccl.abort = abort_and_report
 
 
 def test_nothing_fails_where_nothing_is_wrong() -> None:

@@ -285,7 +285,7 @@ class VerbsQueuePair:
             if failure is not None:
                 return Completion(Did.RECEIVE, 0, failure)
             written = entry.opcode == self.verbs.IBV_WC_RECV_RDMA_WITH_IMM
-            return Completion(Did.RECEIVE if written else Did.HEAR_GRANT, socket.ntohl(entry.imm_data), None)
+            return Completion(Did.RECEIVE if written else Did.ON_GRANT, socket.ntohl(entry.imm_data), None)
         if use != self._use:
             return None
         if identifier >= _FIRST_CHUNK:

@@ -46,14 +46,14 @@ class Did(enum.Enum):
     PROBE = enum.auto()
     GRANT = enum.auto()
     """Ours."""
-    HEAR_GRANT = enum.auto()
+    ON_GRANT = enum.auto()
     """The peer's."""
 
 
 class Completion(NamedTuple):
     did: Did
     number: int
-    """WRITE: the chunk. RECEIVE, HEAR_GRANT: the immediate data."""
+    """WRITE: the chunk. RECEIVE, ON_GRANT: the immediate data."""
     failure: str | None
 
 
@@ -125,7 +125,7 @@ class RailState(enum.Enum):
 class Settlement(Protocol):
     """Interface of a session for its rails."""
 
-    def say(self, message: RailMessage) -> None: ...
+    def send(self, message: RailMessage) -> None: ...
 
     def received(self) -> tuple[int, list[int]]:
         """All below, and which beyond."""
@@ -203,13 +203,13 @@ class Rail:
     def probed(self, now_s: float) -> None:
         """The probe went through."""
         if self.state is RailState.RAISING and self._initiates:
-            self._session.say(Ready(rail=self._index, attempt=self._attempt))
+            self._session.send(Ready(rail=self._index, attempt=self._attempt))
             self._use(now_s)
 
-    def hear(self, message: RailMessage, now_s: float) -> None:
+    def on_message(self, message: RailMessage, now_s: float) -> None:
         """Raises ValueError for what the peer cannot say now."""
         if isinstance(message, Raise):
-            self._hear_raise(message, now_s)
+            self._on_raise(message, now_s)
             return
         if message.attempt != self._attempt:
             raise ValueError(f"rail {self._index}: {message.name!r} of attempt {message.attempt} in {self._attempt}")
@@ -236,9 +236,9 @@ class Rail:
             self.failures += 1
             return
         self._begin(self._attempt + 1, now_s)
-        self._session.say(Raise(rail=self._index, attempt=self._attempt, endpoint=endpoint))
+        self._session.send(Raise(rail=self._index, attempt=self._attempt, endpoint=endpoint))
 
-    def _hear_raise(self, message: Raise, now_s: float) -> None:
+    def _on_raise(self, message: Raise, now_s: float) -> None:
         if self._initiates or self.state is not RailState.DOWN or message.attempt != self._attempt + 1:
             raise ValueError(f"rail {self._index}: attempt {message.attempt} after {self._attempt}, {self.state.value}")
         self._begin(message.attempt, now_s)
@@ -248,7 +248,7 @@ class Rail:
                 raise QueuePairError("its port has no link")
             endpoint = self.queue_pair.prepare()
             self.queue_pair.connect(message.endpoint)
-            self._session.say(Raised(rail=self._index, attempt=self._attempt, endpoint=endpoint))
+            self._session.send(Raised(rail=self._index, attempt=self._attempt, endpoint=endpoint))
 
         self._attempting(answer, now_s)
 
@@ -273,7 +273,7 @@ class Rail:
         self.state = RailState.FENCED
         below, beyond = self._session.received()
         fence = Fenced(rail=self._index, attempt=self._attempt, below=below, beyond=beyond, cause=self.cause)
-        self._session.say(fence)
+        self._session.send(fence)
         if self._peer_fence is not None:
             self._settle(now_s)
 

@@ -158,7 +158,7 @@ def _nearest(difference: int) -> int:
 class Outside(Protocol):
     """Effects of a session on the outside."""
 
-    def say(self, message: VerbsMessage) -> None:
+    def send(self, message: VerbsMessage) -> None:
         """To the peer, in order."""
 
     def release(self, chunk: int) -> None:
@@ -190,7 +190,7 @@ class VerbsSession:
         self._received = VerbsReceived(slots)
         self._slots = slots
         self._claimed = self._granted = 0
-        self._grants_lost = False
+        self._grants_void = False
         self._grants_in_flight = [0] * len(queue_pairs)
         self._now_s = self._up_s = now_s
         self._ever_up = False
@@ -241,7 +241,7 @@ class VerbsSession:
         """There is a slot for this chunk of the peer, and for all before it."""
         self._claimed = chunk + 1
 
-    def hear(self, message: VerbsMessage, now_s: float) -> None:
+    def on_message(self, message: VerbsMessage, now_s: float) -> None:
         """A message of the peer."""
         self._now_s = now_s
         if isinstance(message, Grant):
@@ -249,7 +249,7 @@ class VerbsSession:
         elif isinstance(message, Hello | Unable):
             raise ValueError("the peer began twice")
         elif message.rail < len(self._rails):
-            self._rails[message.rail].hear(message, now_s)
+            self._rails[message.rail].on_message(message, now_s)
         else:
             raise ValueError(f"there is no rail {message.rail}, only {len(self._rails)}")
 
@@ -273,8 +273,8 @@ class VerbsSession:
 
     # What rails need, see verbs_rail.Settlement.
 
-    def say(self, message: RailMessage) -> None:
-        self._outside.say(message)
+    def send(self, message: RailMessage) -> None:
+        self._outside.send(message)
 
     def received(self) -> tuple[int, list[int]]:
         return self._received.below, self._received.beyond
@@ -296,7 +296,7 @@ class VerbsSession:
 
     def usable(self, rail: int, usable: bool) -> None:
         (self._stripes.use if usable else self._stripes.avoid)(rail)
-        self._grants_lost |= not usable
+        self._grants_void |= not usable
 
     def settle(self, rail: int, below: int, beyond: list[int]) -> None:
         self._grants_in_flight[rail] = 0
@@ -310,7 +310,7 @@ class VerbsSession:
         elif completion.did is Did.GRANT:
             rail.moved(self._now_s)
             self._grants_in_flight[index] -= 1
-        elif completion.did is Did.HEAR_GRANT:
+        elif completion.did is Did.ON_GRANT:
             self._stripes.grant(self._stripes.granted_number(completion.number))
         elif completion.did is Did.WRITE:
             rail.worked()
@@ -352,9 +352,9 @@ class VerbsSession:
 
     def _grant(self) -> None:
         """Tell the peer of new slots: several together while it has enough, at once where it may run out of them."""
-        if self._grants_lost:
-            self._grants_lost, self._granted = False, self._claimed
-            self._outside.say(Grant(chunks=self._granted))  # any of them may have been on the rail that failed
+        if self._grants_void:
+            self._grants_void, self._granted = False, self._claimed
+            self._outside.send(Grant(chunks=self._granted))  # any of them may have been on the rail that failed
             return
         fresh, left = self._claimed - self._granted, self._granted - self._received.below
         if not fresh or (fresh < self._slots // 4 and left > self._slots // 2):
@@ -370,5 +370,5 @@ class VerbsSession:
                     return
                 except QueuePairError as cause:
                     rail.give_up(str(cause), self._now_s)
-        self._grants_lost = False
-        self._outside.say(Grant(chunks=self._granted))
+        self._grants_void = False
+        self._outside.send(Grant(chunks=self._granted))

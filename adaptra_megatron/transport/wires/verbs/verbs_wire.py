@@ -156,7 +156,7 @@ class VerbsWire:
             # Not here: importing takes a while, and the other links are served by this thread.
             verbs = await asyncio.to_thread(load_verbs)
         except VerbsUnavailableError as cause:
-            self.say(Unable(cause=str(cause)))
+            self.send(Unable(cause=str(cause)))
             raise OSError(str(cause)) from cause
         theirs, early = await self._exchange(Hello(rails=len(ports), **_geometry(self._outbound)))
         for port in ports[: theirs.rails]:
@@ -171,9 +171,9 @@ class VerbsWire:
         )
         self._frames = RingWatch(self._outbound, self._outbound.take_frame, self._step)
         self._slots = RingWatch(self._received, self._received.claim_slot, self._step)
-        self._heard(early)
+        self._on_messages(early)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._connection, self._hear)
+        loop.add_reader(self._connection, self._on_readable)
         for pair in self._queue_pairs:
             loop.add_reader(pair.completion_fd, self._step)
             loop.add_reader(pair.event_fd, self._step)
@@ -216,7 +216,7 @@ class VerbsWire:
 
     # What the session does, see verbs_session.Outside.
 
-    def say(self, message: VerbsMessage) -> None:
+    def send(self, message: VerbsMessage) -> None:
         self._unsent += encode(message)
         self._flush()
 
@@ -229,7 +229,7 @@ class VerbsWire:
     async def _exchange(self, ours: Hello) -> tuple[Hello, list[VerbsMessage]]:
         """The peer's, and what it said after it. Raises OSError unless the peer's rings look like ours."""
         assert self._connection is not None
-        self.say(ours)
+        self.send(ours)
         arrived: list[VerbsMessage] = []
         loop = asyncio.get_running_loop()
         deadline_s = time.monotonic() + self._timeout_s
@@ -255,7 +255,7 @@ class VerbsWire:
             raise OSError(f"the peer began with {theirs}, which does not fit {ours}: all stages need the same settings")
         return theirs, early
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         assert self._connection is not None
         try:
             data = self._connection.recv(_RECEIVED_AT_ONCE)
@@ -269,13 +269,13 @@ class VerbsWire:
             self._end("the peer's delegate went away")
             return
         try:
-            self._heard(self._decoder.feed(data))
+            self._on_messages(self._decoder.feed(data))
         except ValueError as cause:
             self._end(f"invalid message from the peer's delegate: {cause}")
 
-    def _heard(self, messages: list[VerbsMessage]) -> None:
+    def _on_messages(self, messages: list[VerbsMessage]) -> None:
         for message in messages:
-            self._guarded(lambda session: session.hear(message, time.monotonic()))  # noqa: B023 (called at once)
+            self._guarded(lambda session: session.on_message(message, time.monotonic()))  # noqa: B023 (called at once)
         self._step_soon()
 
     def _flush(self) -> None:

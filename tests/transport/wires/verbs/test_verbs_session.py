@@ -53,7 +53,7 @@ class SimulatedRail:
                 target.world.write(packet.number)
                 target.finished.append(Completion(Did.RECEIVE, packet.number, None))
             elif packet.did is Did.GRANT:
-                target.finished.append(Completion(Did.HEAR_GRANT, packet.number & 0xFFFFFFFF, None))
+                target.finished.append(Completion(Did.ON_GRANT, packet.number & 0xFFFFFFFF, None))
             if not self.silent and packet.source.use == packet.use and packet.source.state == "connected":
                 packet.source.finished.append(Completion(packet.did, packet.number, None))
 
@@ -129,7 +129,7 @@ class World:
         self.released: list[int] = []
         self.claimed = self.taken = 0
 
-    def say(self, message: VerbsMessage) -> None:
+    def send(self, message: VerbsMessage) -> None:
         self.other.heard.append(message)
 
     def release(self, chunk: int) -> None:
@@ -177,7 +177,7 @@ class Simulation:
         for end in self.ends:
             end.claim()
             while end.heard:
-                end.session.hear(end.heard.popleft(), self.now_s)
+                end.session.on_message(end.heard.popleft(), self.now_s)
             end.session.advance(self.now_s)
 
     def send(self, end: int, chunks: int) -> None:
@@ -333,7 +333,7 @@ def test_an_idle_session_has_nothing_to_do() -> None:
 def test_what_a_peer_cannot_say_is_refused(message: VerbsMessage) -> None:
     simulation = up()
     with pytest.raises(ValueError, match="rail"):
-        simulation.ends[1].session.hear(message, simulation.now_s)
+        simulation.ends[1].session.on_message(message, simulation.now_s)
 
 
 FAULTS = st.tuples(st.sampled_from(["held", "silent", "link"]), st.integers(0, 2), st.booleans())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of benchmarks/outliving.py: what counting micro-batches adds to an iteration.
+"""A rank of benchmarks/fault_tolerance.py: what counting micro-batches adds to an iteration.
 
-    outliving_rank.py WIDTH MICRO_BATCHES SHARDED
+    fault_tolerance_rank.py WIDTH MICRO_BATCHES SHARDED
 
 Two layers of WIDTH x WIDTH parameters in Megatron's DistributedDataParallel, in two buckets. Iterations without
 computation, in turn with counts and without: microseconds of this thread's CPU time, and of time, that counts add.

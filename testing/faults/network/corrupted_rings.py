@@ -27,7 +27,7 @@ WORDS = {
 WAYS = 4
 
 
-def spoil(descriptor: int, word: str, way: int) -> None:
+def corrupt(descriptor: int, word: str, way: int) -> None:
     """Change a word of the ring behind `descriptor`: to 0, to all ones, or by one up or down (`way` 0 to 3)."""
     offset, form = WORDS[word]
     with mmap.mmap(descriptor, PAGE) as memory:
@@ -37,14 +37,14 @@ def spoil(descriptor: int, word: str, way: int) -> None:
         struct.pack_into(form, memory, offset, new if new != value else ones)
 
 
-def spoil_one_of(pid: int, number: int, word: str, way: int) -> int | None:
-    """Spoil one of the rings that a process uses, chosen by `number`, and return which; None if it uses none now."""
+def corrupt_one_of(pid: int, number: int, word: str, way: int) -> int | None:
+    """Corrupt one of the rings that a process uses, chosen by `number`, and return which; None if it uses none now."""
     rings = sorted(rings_of(pid).items())
     first = number % max(len(rings), 1)
     for ring, path in rings[first:] + rings[:first]:
         if in_use(path):
             with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
-                spoil(file.fileno(), word, way)
+                corrupt(file.fileno(), word, way)
                 return ring
     return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rings whose memory is spoilt while they are in use, under real delegates: a new session, and nothing lost."""
+"""Rings whose memory is corrupted while they are in use, under real delegates: a new session, and nothing lost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transport_checks import until
 
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
-from adaptra_megatron.transport.host_link.host_link_state import MOST_SPOILT
+from adaptra_megatron.transport.host_link.host_link_state import MAX_CORRUPTED_SESSIONS
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
-from testing.faults.network.spoilt_rings import WORDS, spoil
+from testing.faults.network.corrupted_rings import WORDS, corrupt
 
 SLOTS, PAGE = 4, 4096
 HEALS_S = 20.0
@@ -92,7 +92,7 @@ def exchange(links: list[DualLink], nbytes: int = 3 * PAGE) -> None:
         assert torch.equal(received, torch.full((nbytes,), number % 251, dtype=torch.uint8))
 
 
-def test_a_spoilt_word_is_healed_by_a_new_session(links: list[DualLink], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_corrupted_word_is_healed_by_a_new_session(links: list[DualLink], caplog: pytest.LogCaptureFixture) -> None:
     heard: list[str] = []
     for link in links:
         Causes(link, heard)
@@ -104,7 +104,7 @@ def test_a_spoilt_word_is_healed_by_a_new_session(links: list[DualLink], caplog:
         assert session is not None
         heard.clear()
         began_s = time.monotonic()
-        spoil(getattr(session, side).fd, word, how)
+        corrupt(getattr(session, side).fd, word, how)
         while links[0].sessions == sessions:
             exchange(links)
             took_s = time.monotonic() - began_s
@@ -129,12 +129,12 @@ def send_junk(links: list[DualLink]) -> None:
 
 
 def test_bad_data_once_is_healed_and_again_and_again_is_an_error(links: list[DualLink], transport: str) -> None:
-    for _ in range(MOST_SPOILT):
+    for _ in range(MAX_CORRUPTED_SESSIONS):
         send_junk(links)
         exchange(links)
     if transport == "tcp":
         return  # its own delegate sees it first, and tells the peer's nothing of what it was
-    for _ in range(MOST_SPOILT):
+    for _ in range(MAX_CORRUPTED_SESSIONS):
         send_junk(links)
     key = MessageKey(next(numbers), Direction.ACTIVATION, 0, 0)
     with pytest.raises(TransportError, match=r"rank 0 sent an invalid frame: .* \(3 times in a row\)"):

@@ -2,12 +2,12 @@
 """Cost of being able to survive failures ranks while none dies, with and without the distributed optimizer; and what a
 plan saves for a link that turns slow once a rank that had died is back.
 
-    python benchmarks/outliving.py [--rounds 5] [--action-ms 20]
+    python benchmarks/fault_tolerance.py [--rounds 5] [--action-ms 20]
 
 Trainings in real processes, compute emulated by sleeping, once with `--adaptra-reroute stragglers` and once with
 `--adaptra-reroute all`, which adds attempts, commits, counts of micro-batches and groups that survive failures of
 their members; in pairs, in one order and the other; and what the counts alone add. Then trainings in which a rank dies
-and comes back, and a link turns slow on both paths. Writes benchmarks/results/outliving.md.
+and comes back, and a link turns slow on both paths. Writes benchmarks/results/fault_tolerance.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from statistics import median
 import torch
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS, run_ranks
+from testing.jobs.fault_tolerant_jobs import Host, run_with_failures
 from testing.jobs.fork_server import ForkServer
-from testing.jobs.outlived import Host, run_with_failures
 
 ROOT = Path(__file__).resolve().parents[1]
 REPLICAS, STAGES, MICRO_BATCHES, ITERATIONS, FIRST = 2, 2, 8, 24, 6
@@ -97,7 +97,7 @@ def counting(server: ForkServer) -> list[str]:
     lines = ["| gradients of a rank | optimizer | CPU time, us | time, us |", "|---|---|---|---|"]
     for width in COUNTED_WIDTHS:
         for optimizer in ("whole", "sharded"):
-            argv = [str(ROOT / "benchmarks" / "outliving_rank.py"), str(width), str(MICRO_BATCHES), optimizer]
+            argv = [str(ROOT / "benchmarks" / "fault_tolerance_rank.py"), str(width), str(MICRO_BATCHES), optimizer]
             with tempfile.TemporaryDirectory() as directory:
                 results = run_ranks(REPLICAS, argv, timeout_s=LIMIT_S, server=server, log_directory=directory)
                 found = [json.loads(each.output.partition("ADDED ")[2].partition("\n")[0]) for each in results]
@@ -120,7 +120,7 @@ def main() -> None:
     lines = [
         "# Cost of being able to survive failures ranks, while none dies",
         "",
-        "Written by `python benchmarks/outliving.py`.",
+        "Written by `python benchmarks/fault_tolerance.py`.",
         "",
         f"{REPLICAS} replicas of {STAGES} stages, {MICRO_BATCHES} micro-batches, F = I = W = {arguments.action_ms} ms "
         f"of emulated compute, {REPLICAS * STAGES} processes on {os.cpu_count()} cores;",
@@ -142,7 +142,7 @@ def main() -> None:
         f"and, from {SETTLED} iterations",
         f"later on, by the one that is made for it: {pairs}.",
     ]
-    page = ROOT / "benchmarks" / "results" / "outliving.md"
+    page = ROOT / "benchmarks" / "results" / "fault_tolerance.md"
     page.write_text("\n".join(lines) + "\n")
     print(page.read_text())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strangers who connect to a job's listeners without its secret: some say nothing, some send rubbish."""
+"""Peers who connect to a job's listeners without its secret: some say nothing, some send rubbish."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def flood(ports: Collection[int], names: Collection[str], seconds: float) -> int
         if len(waiting) > _MOST_OPEN:
             answered += _leave(waiting.popleft())
         time.sleep(_PAUSE_S)
-    return answered + sum(_leave(stranger) for stranger in waiting)
+    return answered + sum(_leave(peer) for peer in waiting)
 
 
 def _knock(family: int, address: tuple[str, int] | str, *, rubbish: bool) -> socket.socket:
-    stranger = socket.socket(family)
-    stranger.settimeout(_CONNECT_S)
+    peer = socket.socket(family)
+    peer.settimeout(_CONNECT_S)
     with contextlib.suppress(OSError):  # nothing listens, or the backlog is full
-        stranger.connect(address)
+        peer.connect(address)
         if rubbish:
-            stranger.send(os.urandom(_RUBBISH_NBYTES))
-    stranger.setblocking(False)
-    return stranger
+            peer.send(os.urandom(_RUBBISH_NBYTES))
+    peer.setblocking(False)
+    return peer
 
 
-def _leave(stranger: socket.socket) -> bool:
+def _leave(peer: socket.socket) -> bool:
     """Return whether it was answered."""
-    with stranger, contextlib.suppress(OSError):
-        return len(stranger.recv(CHALLENGE_NBYTES)) == CHALLENGE_NBYTES
+    with peer, contextlib.suppress(OSError):
+        return len(peer.recv(CHALLENGE_NBYTES)) == CHALLENGE_NBYTES
     return False
