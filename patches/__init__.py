@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in Megatron: a table of patches, applied together by `enable` and taken back by its result.
+"""Patches of Megatron: one table, applied together by `enable` and taken back by `AppliedPatches.undo`.
 
-Stands beside the package in a checkout and within it in a wheel. Importing it beside the package of another checkout or
-version is an ImportError that names both places.
+1. Importing this package changes nothing. `enable(config)` applies all patches that the settings need, or none.
+2. A patch replaces one attribute, in megatron-core versions that its row names, and only if the original has the
+   parameters that the replacement relies on. Otherwise PatchError names target, versions and remedy.
+3. A replacement that has nothing to do calls the original with its arguments unchanged.
+4. Modules that imported a function by name get the replacement, too.
+5. `undo` puts every original back, last first. It leaves what another package has replaced since, and says so.
+6. Enabling twice with the same settings is a no-op; with others it raises PatchError.
+7. Package and patches come from one checkout: a mixture is an ImportError that names both places.
+
+Attributes are replaced, sources are not copied: so a release of Megatron is either known to fit, or refused.
 """
 
 import adaptra_megatron

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies the table all-or-nothing, once, and takes it back."""
+"""Apply the table of patches, all or none, and take it back. The rules stand in `patches/__init__.py`."""
 
 from __future__ import annotations
 

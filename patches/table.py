@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of a patch: what is replaced, in which versions, why, and by what."""
+"""Define `Patch`, one row of the table: which attribute, in which versions, why, and its replacement."""
 
 from __future__ import annotations
 

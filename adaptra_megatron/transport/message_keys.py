@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name what travels between ranks by keys, and the interface that moves it.
+"""Name messages between ranks by keys, and define `Transport`, which moves them.
 
-Callers never learn which path carries a key: they post, ask whether a key has arrived, and wait with a deadline.
+Rules that each transport keeps, and that the executor relies on:
+
+1. A key names one message of the job, for good. Both ends derive it from the schedule; nothing negotiates it.
+2. Keys of one peer are posted by the receiver in the order in which the sender sends them. Paths that carry no key
+   (NCCL, gloo) match by order.
+3. Each message is delivered once and whole, or its `wait` raises. No message of an earlier attempt is delivered.
+4. Posting never waits for the peer. Exception: a message of unknown shape, whose header is read first.
+5. `wait` and `flush` return, or raise TransportError, by their deadline. No method waits without one.
+6. A failed peer or path raises TransportError in `wait`, `flush` and posting, on every message it concerns. The error
+   names this rank, the link, the key, the cause and whom to look at first. `abort` raises AbortedError instead.
+7. `close` returns in bounded time whatever has failed, and may be called twice.
+8. One thread, the training thread, calls everything but `abort`.
+
+Callers never learn which path carries a key: so a path may fail, or be changed, in the middle of an iteration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the messages between a training process and its delegate, over a unix socket that no other process holds.
+"""Control messages between a training process and its delegate, over a unix socket that no other process holds.
 
-One JSON object per packet, with file descriptors where memory or sockets are handed over. The end of the socket is the
-end of the other process. No torch here: the delegate imports this.
+1. One packet is one JSON object; descriptors of rings and sockets travel with it (SCM_RIGHTS).
+2. StartDelegate is first. The end of the socket is the end of the other process: the delegate exits, the training
+   process starts another.
+3. Each OpenLink has a session number; Up and Down repeat it. What comes of an earlier session is void.
+4. A session that the training process did not end itself (CloseLink, another OpenLink, Stop) ends in one Down.
+5. Fields are typed. An impossible packet counts as the end of the other process (ControlEndedError).
+
+This module does not import torch, as the delegate imports it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training process's end of the link to one peer: its host path, and the device path beside it where there is one.
+"""One end of the link to a peer, in the training process: its host path and, where there is one, its device path.
 
-The training thread only takes locks that are never held during a large copy or a wait.
+Rules that a link keeps towards its transport:
+
+1. Each posted message reaches the peer once. The sender keeps it until the peer has acknowledged it; whatever breaks,
+   all that is not acknowledged is sent again, and the receiver drops what it has already.
+2. A message is acknowledged once it has arrived *and* its receive is posted, as a send over torch.distributed
+   completes. So a slow receiver holds the sender's tensors, not memory of its own.
+3. Each message is expected on exactly one path: both ends agree on the number from which the other path is taken.
+4. A wait ends with an error once no path can bring the message: see LinkHealth.broken_from_s for the grace of each
+   cause. While one path works, the failure of the other is a log line.
+5. The first cause of an end counts; later ones follow from it and are dropped.
+6. One lock per end. Methods of DualLink take it; parts are called with it held. Copies, NCCL calls and waits for the
+   peer happen without it, so the training thread never waits for one of them at the lock.
+
+A link is opened again by a new object: nothing of an earlier opening is delivered.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two paths of a link: messages take the device path or the host path and, when one dies, the other.
+"""Choose the path of each message of a link, device or host, and move messages to the other path when one fails.
 
-The two directions are independent: the sender at one stage decides, the receiver at the other follows. Both are
-bookkeeping; here they are given what has come, and what they ask for is passed on to the two sides of the link.
-Notes between them go by the host path, and by the link's line while that is down. What may take time (sending on the
-device path, making and ending its sessions) happens without the lock.
+1. The sender of a direction decides, its receiver follows; the two directions are independent.
+2. Sender and Receiver are bookkeeping: they are given events (a note, a probe, a failure, the time), and leave effects.
+3. Effects on the host path are performed at once, with the lock held: they only fill queues.
+4. Effects on the device path (posting, making and ending sessions) may wait for NCCL: a thread performs them without
+   the lock, in the order in which they were left. The training thread performs those of its own calls itself.
+5. Notes between the ends go by the host path, and by the control connection while that is down; never by the device
+   path, where a receive that waits would occupy a multiprocessor.
 """
 
 from __future__ import annotations

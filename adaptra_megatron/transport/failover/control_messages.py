@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the messages between the two ends of a directed link about its device path.
+"""Control messages ("notes") between the two ends of a directed link, and the channel that delivers them.
 
-Notes arrive once and in order, over whichever of host path and job store works. "Session" numbers the process groups
-made for the device path; "number" counts all messages of the directed link, by whatever path, in the order of posting,
-which is the same at both ends; "index" counts what a session has carried, probes included.
+Wire format: one JSON object, at most NOTE_NBYTES, whose field "is" names the kind (`name` of each class below).
+
+1. ControlChannel delivers each note once and in order. Each is sent by the host path; if not acknowledged within
+   OVERDUE_S, by the control connection too. The receiver drops doubles and holds back what comes early.
+2. Fields are typed and bounded. An unknown kind, a missing, additional or impossible field is a ValueError, upon which
+   the session or connection that brought the note ends. There is no version field: all ranks of a job are to run one
+   version of the package.
+3. `session` numbers the process groups made for the device path; `number` counts the messages of the directed link by
+   whatever path, in the order of posting, which both ends know; `index` counts what a session carried, probes included.
+4. A note of an earlier session changes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving end of a directed link with two paths: what to expect on the device path, and when to give it up.
+"""State machine of the receiving end of a link with two paths: receives to post on the device path, and when it fails.
 
-Pure bookkeeping, as the sending end in sender.py. Messages of the host path need none: they say what they are.
+1. Receives are posted for exactly the numbers that Open and SwitchAt give to the device path, in order.
+2. A message that is late is first asked after (QuerySent): a stage that has not sent is slow, its path is not dead.
+3. Once it was sent, it may take `stall_s` plus its time at `slow_nbytes_per_s`, or twice that of the latest message
+   per byte, at most `longest_transfer_s`. Then the session is declared Dead, with the number of messages that arrived.
+4. What is declared dead stays so: a message that arrives later by that session is dropped.
+
+Messages of the host path need no bookkeeping here: their frames carry the key. No clock, thread or I/O, as in
+path_sender.py.
 """
 
 from __future__ import annotations

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sending end of a directed link with two paths: which path each message takes, and what a failure leaves to do.
+"""State machine of the sending end of a link with two paths.
 
-Pure bookkeeping: times are given (seconds of the monotonic clock), effects are left in lists for the caller to carry
-out. The sender alone decides. A move of messages to another path is first agreed with the receiver on the number
-from which on they move, so that a receiver expects each message on exactly one path; only a dead session needs sending
-again, and then only what the receiver has not got.
+1. Messages are numbered in the order of posting, over both paths. The device path carries intervals of numbers.
+2. Planned change to the host path: Close; the receiver answers with the first number it has no receive posted for;
+   SwitchAt names the later of that and what has been posted. Neither end waits, nothing is sent twice.
+3. Change to the device path: one note, Open(number).
+4. Failure: the receiver alone says what has arrived (Dead). Only then is the rest sent again by the host path: the
+   sender cannot tell a message that is late from one that is lost.
+5. A host path that is down for `host_patience_s` is left the same way, with all that it had not delivered.
+6. After a failure the next session waits for a back-off, and must carry eight probes before it carries messages.
 
 Phases of a device session; messages take the device path while it carries or drains, else the host path:
 
-    PROPOSED -> PROVING -> STANDBY -> CARRYING -> DRAINING      Meet, group made, probes arrived, Open, Close
-                              ^----------------------'          posted up to the number that Frozen and Until agree on
+    PROPOSED -> PROVING -> STANDBY -> CARRYING -> DRAINING      CreateSession, group made, probes arrived, Open, Close
+                              ^----------------------'          posted up to the number of SwitchAt
     any of them -> FAILED -> no session, for a back-off         Failed, or the receiver's Dead, which ends the session
+
+No clock, no thread, no I/O: times are arguments (seconds of the monotonic clock), actions are left in `effects`. So
+tests play both ends through every order of events.
 """
 
 from __future__ import annotations

@@ -1,5 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between messages as the training sees them (keys, tensors) and as frames describe them (numbers, bytes)."""
+"""Convert between messages of the training (keys, tensors) and frames on the wire (numbers, bytes).
+
+Wire format of the host path, the same in a ring's slot and on a TCP connection (csrc/ring/frame.hpp has the layout):
+
+1. A frame is a header of 128 bytes and up to one slot of payload. Its magic number fixes byte order and layout; there
+   is no version field, as all ranks of a job are to run one version of the package.
+2. The header names message (sequence number, key), data type, shape, and where in the message the payload belongs. So
+   frames of one message may come in any order, over several connections, and twice.
+3. `check_frame` (native) checks a header before anything of it is used: each payload is a whole slot or the
+   message's last. Frames then neither overlap nor leave gaps, and sizes are bounded before memory is taken.
+4. The key's iteration and attempt share a field: `iteration << 16 | attempt`.
+5. Direction 2 marks what is no tensor: a note (chunk 0; its number stands for the iteration) or a probe (chunk 1).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines: a plain connection per link between its two training processes, beside both paths and the delegates.
+"""Control connections: one per link, between its two training processes, apart from both paths and the delegates.
 
-A line carries what must get through whatever becomes of the paths and of the job's store: notes, and which rank was
-lost. It also shows how the peer is: a process that dies ends its connections, and nothing listens in its place; one
-that is stopped no longer beats, but its kernel still answers; a host that vanishes acknowledges nothing.
+1. It carries control messages that the host path has not acknowledged in time, and the failure of ranks, whatever has
+   become of paths, delegates and the job's store. No training data.
+2. It detects how the peer is: a process that ended closes its connections, and nothing listens in its place (failed);
+   one that is stopped sends no heartbeat for SILENT_S while its kernel answers (waited for); a host that acknowledges
+   nothing for UNREACHABLE_S is unreachable (the link decides).
+3. Of several failures the first is the cause: it is sent before anything else, and once for each opening of a link.
+4. A process that closes on purpose sends Fin first; without it, its end is a failure.
+5. The lower rank connects. A broken connection is made again until either end is over, with a back-off.
+6. Messages are lost with their connection. ControlChannel sends them again; failures wait for the next connection.
+
+Wire format: one JSON object per line of text, at most LINE_NBYTES. One thread serves all connections of a rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define a transport as the delegate sees it: something that carries a link's frames once its connections are
-proven."""
+"""Define `Wire`: one session of one link in the delegate, which carries frames between two rings.
+
+A wire keeps these rules; exactly-once delivery, handshakes and reconnecting are not its business:
+
+1. A frame is delivered whole or not at all, and unchanged. Order and doubles do not matter.
+2. Any failure (connection, peer, RNIC, a corrupted ring, a frame that stands still for `stall_s`) ends the session by
+   one call of `ended(cause)`, in the event loop. None is raised elsewhere, none is silent.
+3. After `ended` or `stop`, no frame of this session reaches the ring of a later one.
+4. `begin` may raise OSError or RuntimeError; the caller then calls `stop`. `stop` returns when nothing of it runs.
+5. Nothing blocks the event loop: one delegate carries all links of its rank.
+
+New wires are rows of wire_registry.WIRES. A session is cheap to replace, so a wire repairs nothing itself.
+"""
 
 from __future__ import annotations
 
