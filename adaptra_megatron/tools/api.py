@@ -23,10 +23,9 @@ from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, job_bou
 from adaptra_megatron.schedule.simulator import Simulation
 from adaptra_megatron.tools.cli.planning.changed_costs import Change, WhatIf, link_values, slow_link, slow_stage
 from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
-from adaptra_megatron.tools.cli.planning.inputs import InputError, fixed_schedule, placed_for
+from adaptra_megatron.tools.cli.planning.inputs import InputError, Value, fixed_schedule, placed_for, whole_value
 from adaptra_megatron.tools.cli.planning.sweep import STOCK, Sweep, stock_of
 from adaptra_megatron.tools.cli.planning.sweep import sweep as sweep_over
-from adaptra_megatron.tools.cli.planning.values import Value, whole_value
 from adaptra_megatron.tools.report.simulated import Drawn
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class Answer:
 
     def _repr_html_(self) -> str | None:
         """A frame with the timeline; None, and so the words alone, where it knows no such placement."""
-        from adaptra_megatron.tools.report.plan_page import plan_page  # Jinja
+        from adaptra_megatron.tools.report.report_page import plan_page  # Jinja
 
         if self.costs.custom_placement is not None:
             return None

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from adaptra_megatron.tools.cli.planning.inputs import count
-from adaptra_megatron.tools.cli.progress import add_progress_option
+from adaptra_megatron.tools.cli.terminal import add_progress_option
 
 _DESCRIPTION = """\
 Replay a recorded job: what is slow, since when, what it costs, and what each remedy would bring.

@@ -13,17 +13,16 @@ from typing import NoReturn
 from adaptra_megatron import __version__
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.ir import ScheduleError
-from adaptra_megatron.tools.cli import analyze, doctor, policy
+from adaptra_megatron.tools.cli import analyze, doctor
 from adaptra_megatron.tools.cli import bench_command as bench
 from adaptra_megatron.tools.cli import check_command as check
 from adaptra_megatron.tools.cli import launch_command as launch
-from adaptra_megatron.tools.cli import report_command as report
-from adaptra_megatron.tools.cli import status_command as status
-from adaptra_megatron.tools.cli import trace_command as trace
 from adaptra_megatron.tools.cli.planning import plan_command as plan
 from adaptra_megatron.tools.cli.planning import simulate_command as simulate
 from adaptra_megatron.tools.cli.planning import simulate_sync
 from adaptra_megatron.tools.cli.planning.inputs import InputError
+from adaptra_megatron.tools.cli.report_commands import add_report_command, add_status_command
+from adaptra_megatron.tools.cli.request_commands import add_policy_command, add_trace_command
 
 
 class _UsageError(Exception):
@@ -73,10 +72,10 @@ def command_parser() -> argparse.ArgumentParser:
     doctor.add_command(commands)
     check.add_command(commands)
     bench.add_command(commands)
-    report.add_command(commands)
-    trace.add_command(commands)
-    status.add_command(commands)
-    policy.add_command(commands)
+    add_report_command(commands)
+    add_trace_command(commands)
+    add_status_command(commands)
+    add_policy_command(commands)
     return parser
 
 

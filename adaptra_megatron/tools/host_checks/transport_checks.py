@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
+from adaptra_megatron.tools.host_checks.devices import Interface
 from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, Roots, read_text
-from adaptra_megatron.tools.host_checks.rnics import Interface
 from adaptra_megatron.transport.wires.verbs.verbs_device import Port, VerbsUnavailableError, find_ports, load_verbs
 
 USABLE = "usable"

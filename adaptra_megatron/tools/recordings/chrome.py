@@ -19,7 +19,6 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from adaptra_megatron.schedule.ir import Placement
-from adaptra_megatron.tools.recordings.contents import head_of, refuse_other_formats
 from adaptra_megatron.tools.recordings.ranges import FileRanges, read_ranges
 from adaptra_megatron.tools.recordings.recorded_places import Asked, Places, places_of
 from adaptra_megatron.tools.recordings.recorded_steps import (
@@ -39,6 +38,7 @@ from adaptra_megatron.tools.recordings.recording import (
     Wanted,
     understood,
 )
+from adaptra_megatron.tools.recordings.trace_events import head_of, refuse_other_formats
 
 SUFFIXES = (".json", ".json.gz", ".json.bz2", ".json.xz")
 Progress = Callable[[str, int, int], None]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.ir import Placement
 from adaptra_megatron.tools.recordings.recording import RecordingError, Wanted, no_such_step
-from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError, numbered
+from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError, with_sequence_numbers
 
 _LONG_S = 5.0
 """An action that takes longer makes one ask whether times are in the unit that is expected."""
@@ -178,7 +178,7 @@ def _operations(number: int, actions: Sequence[RecordedAction], dropped: Counter
     for replica in {cell.replica for cell in known}:
         cells = {cell: rows for cell, rows in known.items() if cell.replica == replica}
         renumbered[replica] = _check_alike(number, cells, several)
-    return numbered(
+    return with_sequence_numbers(
         Operation(
             cell,
             each.optype,
@@ -378,7 +378,11 @@ def without_waits(steps: Iterable[RecordedStep], notes: list[str]) -> list[Recor
                 each = each._replace(start_s=each.end_s - longest_s, duration_s=longest_s)
             operations.append(each)
         found.append(
-            RecordedStep(number=step.number, operations=numbered(operations), custom_placement=step.custom_placement)
+            RecordedStep(
+                number=step.number,
+                operations=with_sequence_numbers(operations),
+                custom_placement=step.custom_placement,
+            )
         )
     if count:
         notes.append(f"{count} ranges contain the wait for their message: it is taken away, as far as others tell it.")

@@ -1,14 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recording as `adaptra analyze` takes it, whatever it was read from."""
+"""A recording as `adaptra analyze` takes it, whatever it was read from, with the clocks of its hosts put right.
+
+A message that was used before it was sent proves that two clocks differ. Of two neighbouring stages the quickest
+message there and the quickest one back are taken to be under way for equally long: half of the difference is that of
+the clocks. Without such a message nothing is shifted: a link may really be slow one way.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from adaptra_megatron.tools.replay.operations import RecordedStep
-from adaptra_megatron.tools.replay.rank_clocks import OneClock, on_one_clock
-from adaptra_megatron.tools.replay.replayed_messages import with_messages
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError, with_sequence_numbers
+from adaptra_megatron.tools.replay.replayed_messages import pairs_of, with_messages
+
+_NOISE = 0.03
+"""Share of an action's time that a message may come too early: an action is often noted as over after it has sent."""
+_TOO_EARLY = 0.15
+"""The same, of two messages there and back together, from which on no clock explains it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneClock:
+    """Steps as one clock would have recorded them."""
+
+    steps: tuple[RecordedStep, ...]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def on_one_clock(steps: Iterable[RecordedStep]) -> OneClock:
+    """The steps with their cells' clocks put right; steps whose order no clock explains are left out."""
+    found, left_out = [], []
+    gaps_s: dict[int, list[float]] = defaultdict(list)
+    apart = 0
+    for step in steps:
+        try:
+            shifts_s = _shifts(step, gaps_s)
+        except ReplayError as error:
+            left_out.append(str(error))
+            continue
+        shifted = _shifted(step, shifts_s)
+        aligned = _aligned(shifted)
+        apart += aligned is not shifted
+        found.append(aligned)
+    notes = [_gap_in_words(stage, row) for stage, row in sorted(gaps_s.items())]
+    if apart:
+        notes.append(f"Replicas have clocks of their own in {apart} steps: they are taken to begin at the same time.")
+    return OneClock(steps=tuple(found), left_out=tuple(left_out), notes=tuple(notes))
+
+
+def _gap_in_words(stage: int, row: Sequence[float]) -> str:
+    least, most = 1e3 * min(row), 1e3 * max(row)
+    apart = _number(most) if most - least <= 0.01 * abs(most) else f"{_number(least)} to {_number(most)}"
+    return (
+        f"The clock of stage {stage + 1} is {apart} ms ahead of that of stage {stage}, for messages were used before "
+        "they were sent: corrected."
+    )
+
+
+def _number(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if abs(milliseconds) < 100.0 else f"{milliseconds:,.0f}"
+
+
+def _shifts(step: RecordedStep, gaps_s: dict[int, list[float]]) -> dict[Cell, float]:
+    """By how much the clock of each cell is ahead of its first stage's. Raises ReplayError where that is no clock's."""
+    ways_s: dict[tuple[int, int, int], float] = {}
+    for message in pairs_of(step):
+        source, target = message.link
+        key = (message.sender.cell.replica, source, target)
+        ways_s[key] = min(ways_s.get(key, math.inf), message.user.start_s - message.sender.end_s)
+    action_s = statistics.median([each.duration_s for each in step.operations if each.optype.computes] or [0.0])
+    found: dict[Cell, float] = {}
+    for replica in {cell.replica for cell in step.cells}:
+        ahead_s = 0.0
+        for stage in range(step.stages):
+            there_s, back_s = ways_s.get((replica, stage - 1, stage)), ways_s.get((replica, stage, stage - 1))
+            if there_s is not None and back_s is not None and min(there_s, back_s) < -_NOISE * action_s:
+                if there_s + back_s < -_TOO_EARLY * action_s:
+                    raise ReplayError(
+                        f"step {step.number}: stages {stage - 1} and {stage} of replica {replica} use each other's "
+                        f"messages up to {-1e3 * min(there_s, back_s):.3g} ms before they are sent, and no difference "
+                        "of clocks explains that: are stages and micro-batches named rightly, do ranges contain waits?"
+                    )
+                if there_s + back_s >= -_NOISE * action_s:
+                    gap_s = (there_s - back_s) / 2.0
+                    ahead_s += gap_s
+                    gaps_s[stage - 1].append(gap_s)
+            found[Cell(replica, stage)] = ahead_s
+    return found
+
+
+def _shifted(step: RecordedStep, shifts_s: dict[Cell, float]) -> RecordedStep:
+    if not any(shifts_s.values()):
+        return step
+    moved = (each._replace(start_s=each.start_s - shifts_s.get(each.cell, 0.0)) for each in step.operations)
+    return replace(step, operations=with_sequence_numbers(moved))
+
+
+def _aligned(step: RecordedStep) -> RecordedStep:
+    """Replicas that have nothing but computation and messages, and do not overlap at all, are put side by side."""
+    spans: dict[int, tuple[float, float]] = {}
+    for each in step.operations:
+        first, last = spans.get(each.cell.replica, (math.inf, -math.inf))
+        spans[each.cell.replica] = min(first, each.start_s), max(last, each.end_s)
+    bare = all(each.optype.computes or each.optype.peer for each in step.operations)
+    overlap = max(first for first, _ in spans.values()) <= min(last for _, last in spans.values())
+    if overlap or not bare:
+        return step
+    moved = (each._replace(start_s=each.start_s - spans[each.cell.replica][0]) for each in step.operations)
+    return replace(step, operations=with_sequence_numbers(moved))
+
 
 MOST_NAMED = 8
 """Numbers that a sentence names; of more, it says how many there are."""

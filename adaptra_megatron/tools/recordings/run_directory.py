@@ -13,7 +13,6 @@ from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanSwitched, RunStarted, StampedEvent
 from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceError, read_trace
-from adaptra_megatron.tools.recordings.numbering import Numbering, renumbered
 from adaptra_megatron.tools.recordings.recording import (
     ALL_STEPS,
     Beginning,
@@ -21,12 +20,12 @@ from adaptra_megatron.tools.recordings.recording import (
     RecordingError,
     Wanted,
     no_such_step,
+    numbered,
     understood,
 )
-from adaptra_megatron.tools.recordings.recording import numbered as in_words
-from adaptra_megatron.tools.recordings.run_files import find_pipelines
+from adaptra_megatron.tools.recordings.run_files import Numbering, find_pipelines, renumbered
 from adaptra_megatron.tools.recordings.run_record import began_at, numbered_by_traces, replicas_of
-from adaptra_megatron.tools.replay.operations import Operation, RecordedStep, numbered
+from adaptra_megatron.tools.replay.operations import Operation, RecordedStep, with_sequence_numbers
 from adaptra_megatron.tools.replay.pipelines import KINDS
 
 _OPTYPES = {str(kind): optype for optype, kind in KINDS.items()}
@@ -61,7 +60,7 @@ def read_run_directory(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording
         name=str(directory),
         source="a run's own traces",
         steps=[
-            RecordedStep(number=number, operations=numbered(steps[own]))
+            RecordedStep(number=number, operations=with_sequence_numbers(steps[own]))
             for number, own in sorted(complete.items())
             if number in wanted
         ],
@@ -121,7 +120,7 @@ def _cells(directory: Path, log: Sequence[StampedEvent], damage: list[str]) -> d
         if missing := [stage for stage in range(stages) if Cell(replica, stage) not in found]:
             of = f" of replica {replica}" if len(counts) and max(counts.values()) > 1 else ""
             raise RecordingError(
-                f"{directory} lacks the traces of stage {in_words(missing)}{of}: "
+                f"{directory} lacks the traces of stage {numbered(missing)}{of}: "
                 f"{'; '.join(pipelines.missing) or 'copy the files of all hosts into one directory'}"
             )
     return found

@@ -1,17 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run's directory, read as far as they go: what is missing or damaged is named, the rest is used."""
+"""Read the files of a run's directory as far as they go, and give events and iterations Megatron's numbers.
+
+Missing or damaged files are named, the rest is used. Megatron counts iterations from 1 and over restarts; a process
+counts from 0.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from adaptra_megatron.telemetry.events.events import RunStarted, StampedEvent
+from adaptra_megatron.common.reasons import reason_text, with_numbers
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
+    IterationsTimed,
+    LinkDetection,
+    PathChosen,
+    PlanMade,
+    RoutesChosen,
+    RunStarted,
+    StageDetection,
+    StampedEvent,
+    StragglerDetection,
+)
 from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
 
 Progress = Callable[[str, int, int], None]
@@ -138,3 +157,84 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= MOST_NAMED else f"{len(ranks)} of the ranks"
+
+
+class Numbering:
+    """Numbers of one start of a job. Evaluations, which a process counts too, have none of their own: they go by the
+    training iteration that follows."""
+
+    def __init__(self, events: Iterable[StampedEvent]) -> None:
+        """`events`: the run's log, whose times of iterations tell; where they do not, as in old logs, numbers stay."""
+        told = (found.event for found in events if isinstance(found.event, IterationsTimed))
+        # By batch of iterations: the first one, Megatron's number of it, and how many there are.
+        self._batches = sorted((each.first, each.step, len(each.seconds)) for each in told if each.step is not None)
+        self._firsts = [first for first, _step, _count in self._batches]
+
+    @property
+    def known(self) -> bool:
+        """Return whether Megatron's numbers are known."""
+        return bool(self._batches)
+
+    def of(self, iteration: int) -> int:
+        """Megatron's number of `iteration`."""
+        if not self._batches or iteration < 0:
+            return iteration
+        index = max(0, bisect_right(self._firsts, iteration) - 1)
+        first, step, count = self._batches[index]
+        within = iteration - first
+        if within >= count and index + 1 < len(self._batches):
+            return self._batches[index + 1][1]
+        return step + within
+
+
+def renumbered(events: Sequence[StampedEvent]) -> list[StampedEvent]:
+    """`events` with Megatron's numbers of iterations, also in what they say in words."""
+    numbering = Numbering(events)
+    return [_renumbered(found, numbering) for found in events] if numbering.known else list(events)
+
+
+def _renumbered(found: StampedEvent, numbering: Numbering) -> StampedEvent:
+    event = found.event
+    if isinstance(event, IterationsTimed):
+        event = replace(event, first=event.first if event.step is None else event.step)
+    elif isinstance(event, LinkDetection | StageDetection | PlanMade | PathChosen | RoutesChosen):
+        if event.reason_parts:
+            parts = with_numbers(event.reason_parts, numbering.of)
+            event = replace(event, reason=reason_text(parts), reason_parts=parts)
+    elif isinstance(event, ArrivalsSeen):
+        event = replace(event, until=numbering.of(event.until))
+    if isinstance(event, LinkDetection | StageDetection | StragglerDetection) and event.since_iteration is not None:
+        event = replace(event, since_iteration=numbering.of(event.since_iteration))
+    stamp = replace(found.stamp, iteration=numbering.of(found.stamp.iteration))
+    return StampedEvent(stamp=stamp, event=event)
+
+
+def iteration_span_s(records: Iterable[ActionRecord]) -> tuple[float, float]:
+    """`(start_s, end_s)`: when the first action of any stage began to compute and when the last one ended.
+
+    Raises ValueError without records.
+    """
+    starts_s, ends_s = zip(*((record.start_s, record.end_s) for record in records), strict=True)
+    return min(starts_s), max(ends_s)
+
+
+def bubble_fraction(records: Iterable[ActionRecord]) -> dict[int, float]:
+    """For each stage, the fraction of one iteration (0..1) in which it did not compute.
+
+    `records` are those of one iteration and of every stage; the iteration lasts from the first start to the last end
+    over all stages. Ranks that share a stage (data or tensor parallel) count as one stage at their mean.
+    Raises ValueError if there are no records or they are of several iterations.
+    """
+    records = list(records)
+    iterations = {record.iteration for record in records}
+    if len(iterations) != 1:
+        raise ValueError(f"the bubble is that of one iteration; got records of iterations {sorted(iterations)}")
+    start_s, end_s = iteration_span_s(records)
+    computed_s: dict[int, float] = defaultdict(float)
+    ranks: dict[int, Counter[tuple[str, int, int]]] = defaultdict(Counter)
+    for record in records:
+        computed_s[record.stage] += record.compute_s
+        ranks[record.stage][record.kind, record.chunk, record.micro_batch] += 1
+    return {
+        stage: 1.0 - computed_s[stage] / max(ranks[stage].values()) / (end_s - start_s) for stage in sorted(computed_s)
+    }

@@ -24,9 +24,16 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
 )
 from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError
-from adaptra_megatron.tools.recordings.numbering import Numbering, renumbered
-from adaptra_megatron.tools.recordings.run_files import Progress, cut_short, damaged, find_pipelines, read_pipelines
-from adaptra_megatron.tools.recordings.run_metrics import iteration_span_s
+from adaptra_megatron.tools.recordings.run_files import (
+    Numbering,
+    Progress,
+    cut_short,
+    damaged,
+    find_pipelines,
+    iteration_span_s,
+    read_pipelines,
+    renumbered,
+)
 
 MOST_FILES_TO_COMPARE = 256
 """Ranks up to which all traces are read to find the slowest pipeline; above, the first pipeline stands for all."""

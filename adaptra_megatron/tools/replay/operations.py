@@ -178,7 +178,7 @@ class RecordedStep:
         return found
 
 
-def numbered(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+def with_sequence_numbers(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """The same operations with `sequence` counted per cell and type, by start."""
     counts: dict[tuple[Cell, OpType], int] = {}
     found = []

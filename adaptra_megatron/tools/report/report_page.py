@@ -8,6 +8,7 @@ its style and its script beside them. Timelines alone are drawn in Python: bars 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,17 +18,7 @@ from adaptra_megatron.telemetry.events.event_wording import duration
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PlanSwitched, RunEnded, RunStarted
 from adaptra_megatron.tools.recordings.run_files import Progress
 from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at
-from adaptra_megatron.tools.report.breakdowns import (
-    MOST_COLUMNS,
-    idle_causes,
-    part_bar,
-    slowest_links,
-    slowest_parts,
-    stage_bars,
-    use_class,
-)
-from adaptra_megatron.tools.report.charts import IterationChart
-from adaptra_megatron.tools.report.event_rows import event_rows, worth_a_row
+from adaptra_megatron.tools.report.iteration_chart import IterationChart, event_rows, worth_a_row
 from adaptra_megatron.tools.report.report_findings import SLOW_SHARE, PartFinding, Use, distinct, find, saved_seconds
 from adaptra_megatron.tools.report.report_wording import (
     USE_NAMES,
@@ -39,8 +30,18 @@ from adaptra_megatron.tools.report.report_wording import (
     summary,
 )
 from adaptra_megatron.tools.report.routes_section import MOST_GRIDS, arrivals_of, routes_of
+from adaptra_megatron.tools.report.simulated import Drawn, simulated_iteration
 from adaptra_megatron.tools.report.status_page import status_findings
-from adaptra_megatron.tools.report.timelines import Timeline
+from adaptra_megatron.tools.report.timelines import (
+    MOST_COLUMNS,
+    Timeline,
+    idle_causes,
+    part_bar,
+    slowest_links,
+    slowest_parts,
+    stage_bars,
+    use_class,
+)
 
 MOST_EVENTS = 300
 MOST_LINKS = 24
@@ -209,3 +210,33 @@ def _setting(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def plan_page(
+    name: str, headline: str, drawn: Sequence[Drawn], *, rows: Sequence[Sequence[str]] = (), note: str = ""
+) -> str:
+    """The page, with `drawn` on one time axis. `rows`: cells of a table above them; `note`: a line below that.
+
+    Their placement must be Megatron's: timelines know no other.
+    """
+    axis_s = max(each.simulation.makespan_s for each in drawn)
+    panels = []
+    for each in drawn:
+        iteration = simulated_iteration(each.simulation, each.costs)
+        action_s = statistics.fmean(record.compute_s for record in iteration.records)
+        timeline = Timeline(iteration, SLOW_SHARE * action_s, axis_s=axis_s)
+        panels.append(Panel(iteration, "", timeline.svg(), timeline.data(), each.title))
+    kinds = {record.kind for panel in panels for record in panel.iteration.records}
+    return (
+        page_environment()
+        .get_template("plan.html")
+        .render(
+            name=name,
+            headline=headline,
+            rows=rows,
+            note=note,
+            panels=panels,
+            first_panel=len(panels) - 1,
+            drawn_uses=[use for use in Use if use.idle or use.value in kinds],
+        )
+    )

@@ -41,7 +41,7 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
     short_reason,
 )
-from adaptra_megatron.tools.recordings.numbering import renumbered
+from adaptra_megatron.tools.recordings.run_files import renumbered
 from adaptra_megatron.tools.recordings.run_record import began_at, replicas_of
 from adaptra_megatron.tools.report.report_wording import percent
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.tools.recordings.run_metrics import bubble_fraction, iteration_span_s
+from adaptra_megatron.tools.recordings.run_files import bubble_fraction, iteration_span_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from adaptra_megatron.schedule.ir import Place, interleaved
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.tools.recordings.run_metrics import iteration_span_s
+from adaptra_megatron.tools.recordings.run_files import iteration_span_s
 
 
 class CauseKind(str, enum.Enum):

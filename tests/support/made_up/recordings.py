@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, numbered
+from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, with_sequence_numbers
 
 Seconds = Callable[[OpType, Cell, int], float]
 """Work of an operation of a type, at a cell (of a message: its sender's), for a micro-batch."""
@@ -136,7 +136,7 @@ def recorded_step(
         reduction = Part(OpType.GRADS_REDUCE_SCATTER, ("sync", cell.stage), -1, Cell(0, cell.stage))
         programs[cell] += [[reduction], [Part(OpType.CLIP, ("clip",), -1, cells[0])]]
         programs[cell].append([Part(OpType.OPTIMIZER, ("optimizer", cell), -1, cell)])
-    return RecordedStep(number=number, operations=numbered(played(programs, seconds, delay_s)))
+    return RecordedStep(number=number, operations=with_sequence_numbers(played(programs, seconds, delay_s)))
 
 
 def _run(

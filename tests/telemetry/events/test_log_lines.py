@@ -25,7 +25,7 @@ from adaptra_megatron.telemetry.events.events import (
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.events.log_lines import MOST_IN_A_ROW, PATIENCE, RunLog
-from adaptra_megatron.tools.recordings.numbering import Numbering, renumbered
+from adaptra_megatron.tools.recordings.run_files import Numbering, renumbered
 
 REASON = (
     "a message of 64 KiB takes 61 ms, before 0.8 ms",

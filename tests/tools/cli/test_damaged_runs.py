@@ -13,7 +13,7 @@ from support.made_up.runs import write_events
 
 from adaptra_megatron.telemetry.events.events import Fault
 from adaptra_megatron.tools.cli.main import main
-from adaptra_megatron.tools.recordings import contents
+from adaptra_megatron.tools.recordings import trace_events
 
 WHOLE = '{"iteration":0,"records":[["F",0,0,0,0,1],["B",0,0,1,1,2]]}'
 
@@ -84,7 +84,7 @@ def test_a_fifo_or_a_bomb_as_trace_is_refused(
     os.mkfifo(tmp_path / "trace.json")
     assert main(["analyze", str(tmp_path / "trace.json")]) == 2
     assert capsys.readouterr().err == f"adaptra: {tmp_path / 'trace.json'} is no file\n"
-    monkeypatch.setattr(contents, "UNSUSPICIOUS_NBYTES", 1 << 20)
+    monkeypatch.setattr(trace_events, "UNSUSPICIOUS_NBYTES", 1 << 20)
     bomb = tmp_path / "bomb.json.gz"
     with gzip.open(bomb, "wb", 9) as file:
         file.write(b'{"traceEvents":[' + b'{"ph":"X","name":"zzz","ts":1,"dur":1},' * 400_000 + b"{}]}")

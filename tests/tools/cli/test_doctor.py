@@ -22,12 +22,11 @@ from support.made_up.host import MadeUpHost
 
 from adaptra_megatron.tools.cli import doctor
 from adaptra_megatron.tools.cli.main import main
-from adaptra_megatron.tools.host_checks import self_test, software
-from adaptra_megatron.tools.host_checks.gpus import check_gpus
+from adaptra_megatron.tools.host_checks import software
+from adaptra_megatron.tools.host_checks.devices import Interface, check_gpus, check_rnics, find_interfaces
 from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, spelled_nbytes
 from adaptra_megatron.tools.host_checks.limits import ProcessLimits, check_limits
-from adaptra_megatron.tools.host_checks.megatron_release import check_patches
-from adaptra_megatron.tools.host_checks.rnics import Interface, check_rnics, find_interfaces
+from adaptra_megatron.tools.host_checks.software import check_patches
 from adaptra_megatron.tools.host_checks.transport_checks import check_shm, check_tcp, check_verbs
 from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
@@ -352,20 +351,20 @@ class TestSelfTest:
     def ranks(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         """The program that the two processes run instead."""
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        monkeypatch.setattr(self_test, "_RANK_MODULE", "made_up_rank")
+        monkeypatch.setattr(doctor, "_RANK_MODULE", "made_up_rank")
         return tmp_path / "made_up_rank.py"
 
     def test_a_transport_that_fails_does_not_keep_the_others_from_running(self, ranks: Path) -> None:
         ranks.write_text(FAILING_OVER_VERBS)
-        shm, verbs, tcp = self_test.run_self_test(["shm", "verbs", "tcp"], 20.0)
+        shm, verbs, tcp = doctor.run_self_test(["shm", "verbs", "tcp"], 20.0)
         assert (shm.level, shm.details["gib_per_s"], tcp.level) == (HostLevel.OK, 2.0, HostLevel.OK)
         assert (verbs.level, "says no way" in verbs.text) == (HostLevel.PROBLEM, True)
 
     def test_a_hang_ends_at_the_deadline(self, ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.write_text("import time\ntime.sleep(60)\n")
-        monkeypatch.setattr(self_test, "_LEAST_S", 1.0)
+        monkeypatch.setattr(doctor, "_LEAST_S", 1.0)
         start_s = time.monotonic()
-        shm, tcp = self_test.run_self_test(["shm", "tcp"], 1.5)
+        shm, tcp = doctor.run_self_test(["shm", "tcp"], 1.5)
         assert time.monotonic() - start_s < 8.0
         assert "it was not over within 1 s" in shm.text
         assert "not run: 1.5 s were over" in tcp.text

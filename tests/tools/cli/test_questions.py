@@ -21,7 +21,7 @@ from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import PlanMade
 from adaptra_megatron.tools.cli.main import main
-from adaptra_megatron.tools.cli.planning.values import PER_SECOND, SECONDS, ValueRange, parsed_value
+from adaptra_megatron.tools.cli.planning.inputs import PER_SECOND, SECONDS, ValueRange, parsed_value
 
 EXAMPLES = REPOSITORY / "examples"
 COSTS, RUN = str(EXAMPLES / "costs.json"), str(EXAMPLES / "run")

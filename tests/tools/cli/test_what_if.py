@@ -21,7 +21,7 @@ from adaptra_megatron.schedule.jobs.job_simulation import simulate_job, simulate
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
 from adaptra_megatron.tools.cli.main import main
-from adaptra_megatron.tools.cli.progress import shown_progress
+from adaptra_megatron.tools.cli.terminal import shown_progress
 
 DOCUMENT: dict[str, Any] = {
     "stages": 4,
@@ -248,7 +248,7 @@ def test_what_a_table_cannot_do_is_refused(write: Any, tmp_path: Path, capsys: p
 
 def test_progress_is_shown_if_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter([0.0, 1.0, 2.5, 3.0, 5.0])
-    monkeypatch.setattr("adaptra_megatron.tools.cli.progress.time.monotonic", lambda: next(now_s))
+    monkeypatch.setattr("adaptra_megatron.tools.cli.terminal.time.monotonic", lambda: next(now_s))
     with shown_progress(True) as progress:
         assert progress is not None
         for done in range(4):

@@ -5,7 +5,7 @@ from support.played_schedules import played
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.tools.recordings.run_metrics import bubble_fraction, iteration_span_s
+from adaptra_megatron.tools.recordings.run_files import bubble_fraction, iteration_span_s
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (8, 24)])

@@ -16,7 +16,7 @@ from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.simulator import simulate
-from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError, numbered
+from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError, with_sequence_numbers
 from adaptra_megatron.tools.replay.pipelines import KINDS
 from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, batches_of, replay
 from adaptra_megatron.tools.replay.replayed_messages import with_messages
@@ -102,7 +102,7 @@ def simulated_step(stages: int, micro_batches: int, latency_s: float) -> Recorde
     rows = zip(simulated.schedule.orders, simulated.start_s, simulated.end_s, strict=True)
     return RecordedStep(
         number=0,
-        operations=numbered(
+        operations=with_sequence_numbers(
             Operation(Cell(0, action.stage), optype_of[action.kind], start_s, end_s - start_s, 0, 0, action.micro_batch)
             for order, starts, ends in rows
             for action, start_s, end_s in zip(order, starts, ends, strict=True)

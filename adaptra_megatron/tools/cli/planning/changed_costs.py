@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts, LinkChange, Override, replica_numbers
 from adaptra_megatron.schedule.more_memory import capped
-from adaptra_megatron.tools.cli.planning.inputs import InputError
-from adaptra_megatron.tools.cli.planning.values import (
+from adaptra_megatron.tools.cli.planning.inputs import (
     PER_SECOND,
     SECONDS,
     TIMES,
+    InputError,
     Value,
     ValueRange,
     argument_type,

@@ -24,7 +24,7 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
 from adaptra_megatron.tools.cli.planning.changed_costs import At, WhatIf
 from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput
 from adaptra_megatron.tools.cli.planning.sweep import STOCK, stock_of
-from adaptra_megatron.tools.cli.tables import print_table
+from adaptra_megatron.tools.cli.terminal import print_table
 
 HEADINGS = ("", "iteration", "of healthy", "what binds", "activations")
 _AT_THE_BOUND = 1e-3

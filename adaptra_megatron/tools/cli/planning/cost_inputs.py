@@ -22,8 +22,8 @@ from adaptra_megatron.telemetry.events.events import PlanMade, StampedEvent
 from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN as TRACES
 from adaptra_megatron.telemetry.tracing.trace import TraceError
 from adaptra_megatron.tools.cli.planning.inputs import InputError, read_text
-from adaptra_megatron.tools.recordings.contents import head_of, is_other_document, is_other_format
 from adaptra_megatron.tools.recordings.recording import RecordingError
+from adaptra_megatron.tools.recordings.trace_events import head_of, is_other_document, is_other_format
 
 STDIN = Path("-")
 _TRACE_BEGINS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra plan`: the best schedule for given costs."""
+"""`adaptra plan`: the best schedule for given costs; from when on it hurts, what memory and another host are worth."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts
@@ -20,18 +23,228 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     simulate_job,
     simulate_job_online,
 )
+from adaptra_megatron.schedule.more_memory import Bought, more_memory
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
-from adaptra_megatron.tools.cli.planning.changed_costs import Axis, what_if
-from adaptra_megatron.tools.cli.planning.comparison import compare
-from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
-from adaptra_megatron.tools.cli.planning.inputs import InputError, seconds
-from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, PlanningOutcome
-from adaptra_megatron.tools.cli.planning.presenting import WHERE_COSTS_ARE, PresentedAnswer, add_shared_options, present
-from adaptra_megatron.tools.cli.planning.questions import Exchange, Loss, WonBack, add_question_options
-from adaptra_megatron.tools.cli.planning.sweep import sweep
-from adaptra_megatron.tools.cli.progress import no_cycle_collection, shown_progress
+from adaptra_megatron.tools.cli.planning.changed_costs import Axis, WhatIf, what_if
+from adaptra_megatron.tools.cli.planning.comparison import Comparison, compare, healthy_form
+from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput, read_given
+from adaptra_megatron.tools.cli.planning.inputs import (
+    InputError,
+    argument_type,
+    duration_s,
+    parsed_value,
+    seconds,
+    share,
+)
+from adaptra_megatron.tools.cli.planning.presenting import (
+    WHERE_COSTS_ARE,
+    JobOutcome,
+    PlanningOutcome,
+    PresentedAnswer,
+    add_shared_options,
+    present,
+)
+from adaptra_megatron.tools.cli.planning.sweep import STOCK, stock_of, sweep
+from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress
+
+_SEGMENTS = 8
+"""Parts of a range that are looked at before the one in which the loss is reached is halved."""
+_HALVINGS = 7
+_LEAST_WORTH = 0.005
+"""Smaller steps of memory are left out."""
+_GIB = {"": 1.0, "GiB": 1.0, "MiB": 2.0**-10}
+
+
+def add_question_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--lose`, `--win-back`, `--activation-gib` and `--exchange`."""
+    group = parser.add_argument_group("questions", "about what the what-if options or the costs say")
+    group.add_argument(
+        "--lose",
+        type=argument_type(share),
+        metavar="SHARE",
+        help="from which value of the range on an iteration takes this much longer, such as 5%%",
+    )
+    group.add_argument(
+        "--win-back", action="store_true", help="how much of the loss more activations per stage would win back"
+    )
+    group.add_argument(
+        "--activation-gib",
+        type=argument_type(_gib),
+        metavar="GIB",
+        help="memory of one micro-batch's activations on a stage: --win-back then says how much it takes",
+    )
+    group.add_argument(
+        "--exchange",
+        type=argument_type(duration_s),
+        metavar="DOWNTIME",
+        help="when a healthy job has made up for this much standstill, such as 20min",
+    )
+
+
+class Loss:
+    """From which value of a range on an iteration takes a share longer than a healthy one does in the same order."""
+
+    def __init__(self, given: PlanInput, asked: WhatIf, lose: float, deadline_s: float | None) -> None:
+        """Raises InputError unless exactly one option is a range of numbers."""
+        axes = asked.axes(given.job)
+        if len(axes) != 1 or axes[0].range is None:
+            raise InputError("--lose needs one range to look in, such as --slow-link 3-4:latency=0..200ms")
+        self._axis: Axis = axes[0]
+        self._given, self._asked = given, asked
+        healthy, _ = healthy_form(given, asked) if asked.micro_batches is None else (given.job, "")
+        order = plan_job(healthy, deadline_s=deadline_s).schedule
+        self._timed: dict[str, Callable[[JobCosts], float]] = {
+            "now": lambda job: simulate_job(order, job).makespan_s,
+            "planned": lambda job: plan_job(job, deadline_s=deadline_s).simulation.makespan_s,
+        }
+        if (stock := stock_of(healthy.base)) is not None:
+            self._timed = {
+                STOCK: lambda job: simulate_job(stock[0], job, blocking=stock[1]).makespan_s,
+                **self._timed,
+            }
+        self.lose = lose
+        self.found = {name: self._first(run, (1.0 + lose) * run(healthy)) for name, run in self._timed.items()}
+        """By order: the value; None if the range has none."""
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"lose": {"share": self.lose, "name": self._axis.name, "unit": self._axis.unit, "from": self.found}}
+
+    def print_text(self) -> None:
+        found = self._axis.range
+        assert found is not None
+        print(f"an iteration takes {100 * self.lose:g}% longer than a healthy one in the same order from this value on")
+        rows = [
+            (
+                name,
+                f"not up to {found.shown(found.last)} {found.unit}"
+                if value is None
+                else f"{value / found.scale:.4g} {found.unit}",
+            )
+            for name, value in self.found.items()
+        ]
+        print_table(("order", self._axis.name), rows)
+
+    def _first(self, run: Callable[[JobCosts], float], limit_s: float) -> float | None:
+        """The value nearest to the harmless end of the range at which `run` takes more than `limit_s`."""
+        wide = self._axis.range
+        assert wide is not None
+
+        def hurts(place: float) -> bool:
+            at = {self._axis.name: wide.at(1.0 - place if backwards else place)}
+            return run(self._asked.applied_to(self._given.job, at)) > limit_s
+
+        first_s, last_s = (
+            run(self._asked.applied_to(self._given.job, {self._axis.name: value})) for value in (wide.first, wide.last)
+        )
+        backwards = first_s > last_s
+        hurt = next((step for step in range(_SEGMENTS + 1) if hurts(step / _SEGMENTS)), None)
+        if hurt is None:
+            return None
+        fine, bad = max(0.0, (hurt - 1) / _SEGMENTS), hurt / _SEGMENTS
+        for _ in range(_HALVINGS if bad > 0.0 else 0):
+            middle = 0.5 * (fine + bad)
+            fine, bad = (fine, middle) if hurts(middle) else (middle, bad)
+        return wide.at(1.0 - bad if backwards else bad)
+
+
+class WonBack:
+    """Worth of more activations per stage."""
+
+    def __init__(self, comparison: Comparison, activation_gib: float | None, deadline_s: float | None) -> None:
+        self._comparison, self._gib = comparison, activation_gib
+        job = comparison.job
+
+        def planned_s(costs: Costs) -> float:
+            return plan_job(replace(job, base=costs).changed(), deadline_s=deadline_s).simulation.makespan_s
+
+        self.bought = more_memory(job.base, planned_s, least_gain=_LEAST_WORTH)
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "win_back": [
+                {
+                    "max_in_flight": each.max_in_flight,
+                    "makespan_s": each.makespan_s,
+                    "won_back": self._share(each),
+                    "gib": self._extra_gib(each),
+                }
+                for each in self.bought
+            ]
+        }
+
+    def print_text(self) -> None:
+        if not self.bought:
+            print("more activations per stage win nothing back")
+            return
+        rows = [
+            (
+                f"{each.max_in_flight}",
+                f"{each.makespan_s:.4g} s",
+                f"{each.makespan_s / self._comparison.healthy_s:.1%}",
+                "" if (share := self._share(each)) is None else f"{share:.0%}",
+                "" if (gib := self._extra_gib(each)) is None else f"{gib:.3g} GiB",
+            )
+            for each in self.bought
+        ]
+        print_table(("--max-in-flight", "iteration", "of healthy", "won back", "more per stage"), rows)
+
+    def _share(self, bought: Bought) -> float | None:
+        """Share that is won back of what the slowness costs with the present memory."""
+        planned_s = self._comparison["planned"].makespan_s
+        assert planned_s is not None
+        lost_s = planned_s - self._comparison.healthy_s
+        return None if lost_s <= 1e-9 * planned_s else (planned_s - bought.makespan_s) / lost_s
+
+    def _extra_gib(self, bought: Bought) -> float | None:
+        caps = [cap for cap in self._comparison.job.base.max_in_flight if cap is not None]
+        return None if self._gib is None else self._gib * (bought.max_in_flight - min(caps))
+
+
+class Exchange:
+    """Time after which it has paid to stop and make the job healthy."""
+
+    def __init__(self, comparison: Comparison, downtime_s: float) -> None:
+        planned_s = comparison["planned"].makespan_s
+        assert planned_s is not None
+        self.downtime_s = downtime_s
+        self.gain_s = planned_s - comparison.healthy_s
+        """Per iteration."""
+        self.iterations = downtime_s / self.gain_s if self.gain_s > 1e-6 * planned_s else None
+        """Iterations that a healthy job needs until it is ahead; None: it never is."""
+        self.after_s = None if self.iterations is None else self.iterations * planned_s
+        """From the beginning of the standstill."""
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        found = {"downtime_s": self.downtime_s, "gain_s": self.gain_s, "iterations": self.iterations}
+        return {"exchange": {**found, "pays_after_s": self.after_s}}
+
+    def print_text(self) -> None:
+        if self.iterations is None or self.after_s is None:
+            print("exchanging it wins nothing: the plan takes what a healthy job takes")
+            return
+        print(
+            f"exchanging it wins {self.gain_s:.3g} s per iteration: a standstill of {_time(self.downtime_s)} is made "
+            f"up for after {self.iterations:.0f} iterations, {_time(self.after_s)} after its beginning"
+        )
+
+
+def _gib(text: str) -> float:
+    value = parsed_value(text, _GIB)
+    if not isinstance(value, float) or value <= 0.0:
+        raise ValueError("is no number of GiB above 0")
+    return value
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

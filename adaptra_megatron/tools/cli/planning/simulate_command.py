@@ -30,12 +30,17 @@ from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_o
 from adaptra_megatron.tools.cli.planning.changed_costs import Axis, what_if
 from adaptra_megatron.tools.cli.planning.comparison import ComparisonRow, compare, timed_row
 from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
-from adaptra_megatron.tools.cli.planning.drawings import asks_for_drawings
 from adaptra_megatron.tools.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_text
-from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, PlanningOutcome
-from adaptra_megatron.tools.cli.planning.presenting import WHERE_COSTS_ARE, add_shared_options, present
+from adaptra_megatron.tools.cli.planning.presenting import (
+    WHERE_COSTS_ARE,
+    JobOutcome,
+    PlanningOutcome,
+    add_shared_options,
+    asks_for_drawings,
+    present,
+)
 from adaptra_megatron.tools.cli.planning.sweep import sweep
-from adaptra_megatron.tools.cli.progress import no_cycle_collection, shown_progress
+from adaptra_megatron.tools.cli.terminal import no_cycle_collection, shown_progress
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -24,16 +24,16 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import (
 from adaptra_megatron.gradsync.all_reduce.stragglar import has_stragglar
 from adaptra_megatron.gradsync.sync_modes.modes import Candidate, ModeKind, candidates
 from adaptra_megatron.gradsync.sync_modes.modes import choose as choose_mode
-from adaptra_megatron.tools.cli.planning.inputs import InputError
-from adaptra_megatron.tools.cli.planning.values import (
+from adaptra_megatron.tools.cli.planning.inputs import (
     PER_SECOND,
     SECONDS,
+    InputError,
     Value,
     ValueRange,
     argument_type,
     parsed_value,
 )
-from adaptra_megatron.tools.cli.tables import print_table
+from adaptra_megatron.tools.cli.terminal import print_table
 
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = {f"{prefix}B": float(factor) for prefix, factor in _PREFIXES.items()}

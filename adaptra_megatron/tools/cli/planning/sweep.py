@@ -25,7 +25,7 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
 from adaptra_megatron.schedule.simulator import check_fits
 from adaptra_megatron.tools.cli.planning.changed_costs import Axis, WhatIf
 from adaptra_megatron.tools.cli.planning.inputs import fixed_schedule
-from adaptra_megatron.tools.cli.tables import print_table
+from adaptra_megatron.tools.cli.terminal import print_table
 
 STOCK = "stock"
 """Stock's order, with stock's sends that block."""

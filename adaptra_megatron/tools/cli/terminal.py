@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long work, on stderr: a bar where rich is installed, lines of text elsewhere."""
+"""Output on a terminal: tables on stdout, progress on stderr, by rich where it is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from adaptra_megatron.schedule.jobs.job_simulation import Progress
@@ -87,3 +87,29 @@ class _Lines:
             return
         self._told_s = now_s
         print(f"{doing}: {done} of {total} ({now_s - self._begun_s:.0f} s)", file=sys.stderr, flush=True)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Right-aligned columns under `headings`. None is cut off: where rich's do not fit, they are plain."""
+    try:
+        from rich.console import Console
+        from rich.measure import Measurement
+        from rich.table import Table
+    except ImportError:
+        _print_plain(headings, rows)
+        return
+    console, table = Console(), Table()
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    if Measurement.get(console, console.options.update(max_width=1 << 16), table).minimum > console.width:
+        _print_plain(headings, rows)
+    else:
+        console.print(table)
+
+
+def _print_plain(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, *rows):
+        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Geometry of the chart of iteration times, its numbered marks, and the table of events that they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from adaptra_megatron.telemetry.events.cables import cable_of
+from adaptra_megatron.telemetry.events.event_wording import duration, event_text
+from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
+    Event,
+    Fault,
+    IterationsTimed,
+    LinkDetection,
+    PathChanged,
+    PlanMade,
+    PlanSwitched,
+    RanksLost,
+    RunEnded,
+    RunStarted,
+    StageDetection,
+    StampedEvent,
+    StragglerDetection,
+)
+from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at, replicas_of
+from adaptra_megatron.tools.report.report_findings import PartFinding
+
+_MOST_DOTS = 400
+"""Most iterations that are drawn as dots; with more of them, the line alone is drawn."""
+_MOST_POINTS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A numbered flag on the chart."""
+
+    number: int
+    iteration: int
+    tone: str
+    """CSS class: "bad", "good" or "plain"."""
+    text: str
+
+
+class IterationChart:
+    """Positions are in units of the drawing; y counts from the top."""
+
+    width, height = 900, 300
+    left, right, top, bottom = 72, 888, 34, 260
+    """Edges of the plot inside the drawing."""
+    flag_width = 18
+
+    def __init__(
+        self, run: RunRecord, slow: Sequence[tuple[int, int]], marks: Sequence[Mark], counted: str = "iteration"
+    ) -> None:
+        """`slow`: first and last iterations, in numbers, of the times when a link was slow. `counted`: what the
+        recording calls an iteration."""
+        self.slow = slow
+        self.counted = counted
+        self._marks = sorted(marks, key=lambda mark: mark.iteration)
+        self._first, self._last = run.iterations[0].number, run.iterations[-1].number
+        self.iterations = _drawn(run.iterations)
+        self.dots = self.iterations if len(self.iterations) <= _MOST_DOTS else ()
+        self.bounds = self._bounds(run)
+        longest_s = max([seconds for _first, _end, seconds in self.bounds] + [each.seconds for each in self.iterations])
+        # About five ticks of time and twelve of iterations, at round numbers.
+        step_s = round_step(longest_s / 4, (1, 2, 2.5, 5, 10))
+        self.time_ticks_s = [index * step_s for index in range(math.ceil(longest_s / step_s) + 1)]
+        step = round(round_step(max(1.0, (self._last - self._first) / 12), (1, 2, 5, 10)))
+        self.iteration_ticks = range(-(-self._first // step) * step, self._last + 1, step)
+
+    def x(self, number: float) -> float:
+        """Position of an iteration; of its beginning, half an iteration less."""
+        share = (number - self._first + 0.5) / (self._last - self._first + 1)
+        return self.left + (self.right - self.left) * share
+
+    def y(self, seconds: float) -> float:
+        """Position of an iteration time."""
+        return self.bottom - (self.bottom - self.top) * seconds / self.time_ticks_s[-1]
+
+    @property
+    def flags(self) -> Iterator[tuple[Mark, float, float]]:
+        """Marks, their x, and the left edges of their flags, which move to the right where they would overlap. The
+        last ones are left out where there is no room for them: the table of events has all."""
+        taken_to = -math.inf
+        for mark in self._marks:
+            at = self.x(self._within(mark.iteration) - 0.5)
+            left = max(at - 1, taken_to + 2)
+            taken_to = left + self.flag_width
+            if taken_to > self.width:
+                return
+            yield mark, at, left
+
+    def _bounds(self, run: RunRecord) -> list[tuple[int, int, float]]:
+        """Proven lower bounds, each with its first iteration and the one at which it ends, as far as plans say."""
+        found: dict[int, float] = {}
+        for stamped in run.own_events:
+            event = stamped.event
+            if isinstance(event, PlanMade) and event.lower_bound_s is not None and math.isfinite(event.lower_bound_s):
+                found[self._within(stamped.stamp.iteration)] = event.lower_bound_s
+        return [(first, end, found[first]) for first, end in pairwise([*sorted(found), self._last + 1])]
+
+    def _within(self, number: int) -> int:
+        return min(max(number, self._first), self._last)
+
+
+def _drawn(iterations: Sequence[RunIteration]) -> Sequence[RunIteration]:
+    """The iterations to draw: all, or the longest of each few in a row where there are very many."""
+    few = -(-len(iterations) // _MOST_POINTS)
+    return [max(iterations[at : at + few], key=lambda entry: entry.seconds) for at in range(0, len(iterations), few)]
+
+
+def round_step(rough: float, factors: Sequence[float]) -> float:
+    """The least round number that is not less than `rough`: one of `factors` times a power of ten."""
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    return next(magnitude * factor for factor in factors if magnitude * factor >= rough)
+
+
+ALIKE = 3
+"""Iterations within which findings of one cable are one row."""
+
+
+class EventRow(NamedTuple):
+    """One event, in words."""
+
+    mark: Mark | None
+    replica: str
+    """Replica of the rank that logged it; "" in a job of one replica."""
+    iteration: str
+    time: str
+    """Hours, minutes and seconds since the first event of the log."""
+    what: str
+    why: str
+    effect: str
+    """Iteration times before and after an event that began a part of the run; "" for others."""
+
+
+def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow]:
+    """The events that are news, in order of time; none of a run without a log."""
+    effects = {
+        found.stamp: f"{duration(before.seconds)} → {duration(after.seconds)}"
+        for before, after in pairwise(findings)
+        for found in after.part.beginning
+    }
+    replicas = replicas_of(run.events)
+    several = len(set(replicas.values())) > 1
+    rows: list[EventRow] = []
+    own = {found.stamp for found in run.own_events}
+    marks = 0
+    for found, alike in _once(filter(worth_a_row, run.events)):
+        what, why = event_text(found.event, alike)
+        mark = None
+        if found.stamp in own and (tone := _tone(found.event)) is not None:
+            marks += 1
+            mark = Mark(number=marks, iteration=began_at(found), tone=tone, text=f"{what}: {why}" if why else what)
+        replica = str(replicas.get(found.stamp.rank, "")) if several else ""
+        iteration = str(found.stamp.iteration) if found.stamp.iteration >= 0 else ""
+        time = _clock(found.stamp.monotonic_s - run.events[0].stamp.monotonic_s)
+        rows.append(EventRow(mark, replica, iteration, time, what, why, effects.get(found.stamp, "")))
+    return rows
+
+
+def _once(events: Iterable[StampedEvent]) -> list[tuple[StampedEvent, list[LinkDetection]]]:
+    """`events` without those that say again what was found of a cable up to ALIKE iterations before; each with all that
+    say it."""
+    found: list[tuple[StampedEvent, list[LinkDetection]]] = []
+    latest: dict[object, int] = {}
+    for stamped in events:
+        event = stamped.event
+        if not isinstance(event, LinkDetection):
+            found.append((stamped, []))
+            continue
+        name = cable_of(event), event.after
+        at = latest.get(name)
+        if at is not None and stamped.stamp.iteration - found[at][0].stamp.iteration <= ALIKE:
+            found[at][1].append(event)
+            continue
+        latest[name] = len(found)
+        found.append((stamped, [event]))
+    return found
+
+
+def worth_a_row(found: StampedEvent) -> bool:
+    """Return whether an event is news: a plan that was not adopted is only where something had been found."""
+    event = found.event
+    if isinstance(event, PlanMade):
+        return event.adopted or event.findings > 0
+    if isinstance(event, (RunStarted, RunEnded)):
+        return found.stamp.rank == 0
+    return not isinstance(event, (IterationsTimed, ArrivalsSeen))
+
+
+def _tone(event: Event) -> str | None:
+    """The colour of an event's mark; None: it has no mark."""
+    if isinstance(event, (LinkDetection, StageDetection, StragglerDetection)):
+        return "good" if event.after == "healthy" else "bad"
+    if isinstance(event, PlanSwitched):
+        return "good"
+    if isinstance(event, PathChanged):
+        return "bad" if event.failover else "plain"
+    return "bad" if isinstance(event, (Fault, RanksLost)) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(seconds, 0.0), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02}:{rest:04.1f}" if hours else f"{minutes}:{rest:04.1f}"
