@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.leader import iteration_sample
 from adaptra_megatron.control.measurements import measurement_of, stage_measurement
 from adaptra_megatron.control.stragglers.straggler_host import HostSampler
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.engine.execution.executor import ClockTimer
 from adaptra_megatron.engine.measurement.reporting import arrival_records
 from adaptra_megatron.engine.measurement.sync_waits import ClockMoments, SyncWaits

@@ -80,7 +80,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
             f"{_PACKAGE}/control/control_loop.py",
             f"{_PACKAGE}/control/decision_reader.py",
             f"{_PACKAGE}/control/decision_reader.py",
-            f"{_PACKAGE}/control/wire_format.py",
+            f"{_PACKAGE}/common/typed_messages.py",
         ),
         *(f"{_PACKAGE}/control/planner_process/plan_server.py", f"{_PACKAGE}/control/beside/report_server.py"),
     ),
@@ -115,7 +115,11 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "overhead.md": (
         *_in("benchmarks", "overhead.py", "overhead_rank.py"),
         *(f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/execution/executor.py"),
-        *(f"{_PACKAGE}/control/measurements.py", f"{_PACKAGE}/control/leader.py", f"{_PACKAGE}/control/wire_format.py"),
+        *(
+            f"{_PACKAGE}/control/measurements.py",
+            f"{_PACKAGE}/control/leader.py",
+            f"{_PACKAGE}/common/typed_messages.py",
+        ),
         f"{_PACKAGE}/control/detector/detector.py",
     ),
     "pipeline.md": ("benchmarks/pipeline.py", *_PLANS, *_RUNTIME),

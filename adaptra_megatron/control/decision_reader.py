@@ -16,12 +16,12 @@ from dataclasses import replace
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.beside.report_link import ReportLink
 from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.rounds import PLANNER_KEY, Address, address_of
-from adaptra_megatron.control.wire_format import encoded
 
 # Sees to it that every iteration has exactly one decision, and that none waits for it.
 

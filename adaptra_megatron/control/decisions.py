@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
-from adaptra_megatron.control.wire_format import Decoder
+from adaptra_megatron.common.typed_messages import Decoder, encoded
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
@@ -114,21 +113,23 @@ class RoutingSection(Section):
     """Where nothing is routed, how many times as long as the fastest replica each takes; empty: they are alike."""
 
 
+_figures_of: Decoder[JobFigures] = Decoder(JobFigures, MOST_FIGURES_NBYTES)
+
+
 @dataclass(frozen=True)
 class PackedFigures:
     """Figures of the job as they travel: all ranks get them in every iteration, and few show them."""
 
-    text: str
+    content: bytes
 
     @classmethod
     def of(cls, figures: JobFigures) -> PackedFigures:
         """Pack `figures`; `unpacked` gives them back."""
-        return cls(packed(figures).decode())
+        return cls(encoded(figures))
 
     def unpacked(self) -> JobFigures:
         """Raises ValueError for what is none."""
-        figures: JobFigures = unpacked(self.text.encode(), JobFigures, MOST_FIGURES_NBYTES)
-        return figures
+        return _figures_of(self.content)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.control.decisions import MOST_NBYTES, TelemetrySection
 from adaptra_megatron.telemetry.events.events import (
     Event,

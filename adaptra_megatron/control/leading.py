@@ -16,12 +16,12 @@ from typing import Protocol
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.decision_reader import DELAY, LOOK_UP_S, DecisionWriter, decision_key, order_key
 from adaptra_megatron.control.decisions import Decision, RoutingSection
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.planner_process.planner_keeper import NoDecisionError
 from adaptra_megatron.control.rounds import PLANNER_KEY, Address
-from adaptra_megatron.control.wire_format import encoded
 
 logger = logger_of(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from adaptra_megatron.common.typed_messages import Decoder
 from adaptra_megatron.control.stage_memory import StageMemory
-from adaptra_megatron.control.wire_format import Decoder
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.transport.link_paths import Path, ProbeTimes
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes

@@ -8,8 +8,8 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from adaptra_megatron.common.typed_messages import Decoder
 from adaptra_megatron.control.measurements import StageMeasurement, measurement_of
-from adaptra_megatron.control.wire_format import Decoder
 
 HEAD = struct.Struct("<QI")
 """In front of a rank's report to the planner process, and of a decision that it passes on: iteration, and bytes."""

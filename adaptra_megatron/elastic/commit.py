@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.awaiting import awaited
 
 GROUP_SIZE = 128

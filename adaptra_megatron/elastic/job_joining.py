@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.identity import host_identity
 from adaptra_megatron.common.job.layout import JobLayout, LayoutRecord
 from adaptra_megatron.common.job.membership import START_VARIABLE, Arrival, Departure, MembershipRecords, Readiness
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.awaiting import awaited
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, UnrecoverableError
 from adaptra_megatron.elastic.generation import Generation, refuse_lost_stages

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import Natural, packed, unpacked
+from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
 from adaptra_megatron.elastic.awaiting import awaited
 
 MOST_KEPT_NBYTES = 16 << 20

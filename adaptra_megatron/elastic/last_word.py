@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.identity import process_identity
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import packed, plain_text, unpacked
 from adaptra_megatron.elastic.failure_errors import OtherRankError, UnrecoverableError, is_communication, is_of_script
 
 logger = logger_of(__name__)
@@ -141,7 +141,7 @@ def publish_error(
     unless Python has `printed` it. `serves`: see `ErrorNotice`. A store that does not answer is left alone."""
     if not printed and not isinstance(error, UnrecoverableError):
         log_own(name, error)
-    text = f"{type(error).__name__}: {str(error)[:500]}"
+    text = plain_text(f"{type(error).__name__}: {str(error)[:500]}")
     with suppress(RuntimeError):
         if store.peek(_ERROR) is None:
             store.set(_ERROR, packed(ErrorNotice(name, text, os.getpid(), process_identity(), serves)))

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.awaiting import awaited
 from adaptra_megatron.elastic.generation import GenerationId
 from adaptra_megatron.elastic.protocol import Agreement, Answer, Await, AwaitAll, Done, Found, HandedIn, Put, PutOnce

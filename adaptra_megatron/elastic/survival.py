@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import TypeVar
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import packed
 from adaptra_megatron.common.child_process import OwningProcess
 from adaptra_megatron.common.job.control_store import ControlStore, SilentStoreError
 from adaptra_megatron.common.job.layout import Cell, JobLayout
 from adaptra_megatron.common.job.membership import Departure, Membership, MembershipRecords, Stalled
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.elastic.commit import CommitDesk, Word
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from adaptra_megatron.common.job.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import exchange_place
 from adaptra_megatron.control.decisions import Decision, TelemetrySection, decision_of
@@ -18,7 +19,6 @@ from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
 from adaptra_megatron.control.planner_process.planner_messages import Begin
 from adaptra_megatron.control.routes.route_decider import RoutePolicy
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.elastic.awaiting import said_by_one
 from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.engine.listening import listen_for

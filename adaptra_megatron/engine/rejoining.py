@@ -23,8 +23,8 @@ from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.gathering import epoch_group
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.decisions import Decision, decision_of
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.elastic.failure_errors import LateRankError, of_backend
 from adaptra_megatron.elastic.generation import Generation
 from adaptra_megatron.elastic.job_joining import PATIENCE_S, JoinResult, RejoiningLateError, RejoiningRank

@@ -15,10 +15,10 @@ from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
 from adaptra_megatron.common.authentication.handshake import accept
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.decision_reader import DELAY, DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.rounds import HEAD, PLANNER_KEY, Address, framed
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 MEASURED = MeasuredJob().measure(1.0)[1]

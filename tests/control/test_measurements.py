@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.detector.detector_settings import DetectorSettings
 from adaptra_megatron.control.detector.link_findings import Estimates
@@ -26,7 +27,6 @@ from adaptra_megatron.control.measurements import (
 from adaptra_megatron.control.order.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.control.order.plan_book import Layout
 from adaptra_megatron.control.stage_memory import StageMemory
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.schedule.classic import one_f_one_b, split_backward, stock_order
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs

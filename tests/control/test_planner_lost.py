@@ -16,6 +16,7 @@ from support.made_up.job import ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.beside import report_link
 from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
 from adaptra_megatron.control.decision_reader import DELAY
@@ -26,7 +27,6 @@ from adaptra_megatron.control.planner_process import planner_keeper as keeper
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
 from adaptra_megatron.control.planner_process.planner_messages import Begin
 from adaptra_megatron.control.rounds import MOST_AWAITED, PLANNER_KEY, Address
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 

@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import packed
 from adaptra_megatron.common.job.identity import process_identity
+from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.elastic import last_word
 from adaptra_megatron.elastic.failure_errors import OtherRankError, UnrecoverableError
 from adaptra_megatron.elastic.last_word import (
@@ -71,6 +71,13 @@ def test_the_first_that_fails_is_the_one_that_counts(store: SealedStore, monkeyp
     publish_error(store, "rank 2", failed(ValueError("second")))
     publish_finished(store)
     with pytest.raises(OtherRankError, match=r"an error of rank 1 \(stage 0 on host\): ValueError: first$"):
+        check_abort(store, "rank 0")
+
+
+def test_an_error_that_names_a_file_in_no_encoding_is_said(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ErrorNotice, "wait_for_end", lambda word: None)
+    publish_error(store, NAME, failed(FileNotFoundError("/data/\udcff")))
+    with pytest.raises(OtherRankError, match=r"/data/\\udcff"):
         check_abort(store, "rank 0")
 
 

@@ -8,12 +8,13 @@ import enum
 import json
 from collections.abc import Callable, Collection, Mapping
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
-from adaptra_megatron.common.authentication import tagged_json
+from adaptra_megatron.common import typed_messages
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.decisions import (
     Decision,
     Forecast,
@@ -34,7 +35,6 @@ from adaptra_megatron.control.measurements import (
     measurement_of,
 )
 from adaptra_megatron.control.stage_memory import StageMemory
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.figures.scalars import JobFigures, LinkFigures, MemoryFigures
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
@@ -57,7 +57,7 @@ def case(random: Random, deadline_s: float) -> int:
     """Some messages, each with one thing or another changed."""
     for _ in range(_MESSAGES):
         message, kinds, pack, unpack = random.choice(_MADE)
-        loads, dumps = (json.loads, _json) if pack is tagged_json.packed else (msgspec.msgpack.decode, _packed)
+        loads, dumps = (json.loads, _json) if pack is typed_messages.packed else (msgspec.msgpack.decode, _packed)
         packet = _spoilt(random, pack(message), loads, dumps)
         try:
             read = unpack(packet)
@@ -74,6 +74,8 @@ def _count(value: Any) -> int:
     """Values within, all of which are of kinds that may be declared."""
     if isinstance(value, np.ndarray):
         return value.nbytes
+    if isinstance(value, msgspec.Struct):
+        return sum(_count(each) for each in msgspec.structs.asdict(value).values()) + 1
     if dataclasses.is_dataclass(value):
         return sum(_count(each) for each in vars(value).values()) + 1
     if isinstance(value, Mapping):
@@ -127,11 +129,11 @@ def _spoilt(random: Random, packet: bytes, loads: Callable[[bytes], Any], dumps:
 
 
 def _told(packet: bytes) -> Any:
-    return tagged_json.unpacked(packet, control._KINDS, control._LARGEST_NBYTES)
+    return typed_messages.unpacked(packet, control.Message, control._LARGEST_NBYTES)
 
 
 def _noted(packet: bytes) -> Any:
-    return tagged_json.unpacked(packet, control_messages._KINDS, 2 * control_messages.NOTE_NBYTES)
+    return typed_messages.unpacked(packet, control_messages.Note, 2 * control_messages.NOTE_NBYTES)
 
 
 _GRADIENT = MessageKey(2, Direction.GRADIENT, 0, 1)
@@ -188,8 +190,8 @@ _NOTES = (
     *(control_messages.Probed(1, 2, 3.0), control_messages.Received(1, 2), control_messages.HostProbed(1, 2.0)),
 )
 _MADE: list[tuple[Any, Collection[type], Callable[[Any], bytes], Callable[[bytes], Any]]] = [
-    *((message, control._KINDS.values(), tagged_json.packed, _told) for message in _TO_AND_FRO),
-    *((note, control_messages._KINDS.values(), tagged_json.packed, _noted) for note in _NOTES),
+    *((message, get_args(control.Message), typed_messages.packed, _told) for message in _TO_AND_FRO),
+    *((note, get_args(control_messages.Note), typed_messages.packed, _noted) for note in _NOTES),
     *2 * [(_MEASUREMENT, (StageMeasurement,), encoded, measurement_of)],
     *2 * [(_DECISION, (Decision,), encoded, decision_of)],
 ]

@@ -8,6 +8,8 @@ import struct
 from random import Random
 from typing import Any, get_args
 
+import msgspec
+
 from adaptra_megatron.transport.wires.verbs.verbs_messages import (
     LARGEST_NBYTES,
     Fenced,
@@ -49,7 +51,7 @@ def case(random: Random, deadline_s: float) -> int:
 
 def _check(message: VerbsMessage) -> None:
     assert isinstance(message, get_args(VerbsMessage))
-    for name, value in vars(message).items():
+    for name, value in msgspec.structs.asdict(message).items():
         if name == "cause":
             assert isinstance(value, str)
             continue

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.identity import host_identity
 from adaptra_megatron.common.job.layout import Introduction, JobLayout, layout_of
+from adaptra_megatron.common.typed_messages import packed, unpacked
 
 # Process groups made by their members alone, at any time.
 

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistStoreError
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import Natural, packed, unpacked
 from adaptra_megatron.common.job.control_store import job_secret
+from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
 
 START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
 """How often the launcher has started this rank again; unset in the first process of a rank."""

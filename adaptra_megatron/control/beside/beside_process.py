@@ -13,19 +13,17 @@ import struct
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
-
-import msgspec
+from typing import Any, Generic, TypeVar
 
 from adaptra_megatron.common.authentication.handshake import receive_descriptor, receive_exactly, send_descriptor
 from adaptra_megatron.common.child_process import ChildProcess
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.control.wire_format import Decoder, encoded
+from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage, encoded
 from adaptra_megatron.telemetry.events.events import Event, Stamp, StampedEvent, decode, encode
 from adaptra_megatron.transport._ring import die_with_parent
 
 # Exchange typed messages between a rank and its sidecar process, over a unix socket that no other process holds.
-# Each message is its kind's name and itself, and bytes that go along, which are not looked at. The end of the
+# Each is a message, and bytes that go along, which are not looked at. The end of the
 # channel is the end of the other process. No torch here: sidecar processes import this.
 
 _MOST_NBYTES = 1 << 26
@@ -42,22 +40,16 @@ class ChannelClosedError(ChannelEndedError):
     """The other process has closed its end."""
 
 
-class SidecarMessage(Protocol):
-    """A frozen dataclass with a name."""
-
-    name: ClassVar[str]
+Said = TypeVar("Said", bound=TaggedMessage)
 
 
-Said = TypeVar("Said", bound=SidecarMessage)
-
-
-def packed(message: SidecarMessage, along: Sequence[bytes] = ()) -> bytes:
+def packed(message: TaggedMessage, along: Sequence[bytes] = ()) -> bytes:
     """A message as it travels, with the bytes that go along."""
-    body = encoded((message.name, message))
+    body = encoded(message)
     return b"".join((_HEAD.pack(len(body), sum(map(len, along))), body, *along))
 
 
-def send(channel: socket.socket, message: SidecarMessage, along: Sequence[bytes] = ()) -> None:
+def send(channel: socket.socket, message: TaggedMessage, along: Sequence[bytes] = ()) -> None:
     """Raises ChannelEndedError if the other process is gone, or does not take it within the channel's timeout."""
     try:
         channel.sendall(packed(message, along))
@@ -68,10 +60,9 @@ def send(channel: socket.socket, message: SidecarMessage, along: Sequence[bytes]
 class SidecarMessages(Generic[Said]):
     """All kinds of messages of one channel, for the side that takes them in."""
 
-    _ANY: Decoder[tuple[str, msgspec.Raw]] = Decoder(tuple[str, msgspec.Raw], _MOST_NBYTES)
-
-    def __init__(self, *kinds: type[Said]) -> None:
-        self._decoders: dict[str, Decoder[Said]] = {kind.name: Decoder(kind, _MOST_NBYTES) for kind in kinds}
+    def __init__(self, kinds: Any) -> None:
+        """`kinds`: a union, or one kind."""
+        self._decode: Decoder[Said] = Decoder(kinds, _MOST_NBYTES)
 
     def receive(self, channel: socket.socket) -> Said:
         """The next message, without what goes along. Raises ChannelEndedError, also when none comes within the
@@ -97,16 +88,15 @@ class SidecarMessages(Generic[Said]):
 
     def _message(self, body: bytes) -> Said:
         try:
-            name, message = self._ANY(body)
-            return self._decoders[name](message)
-        except (ValueError, KeyError) as cause:
+            return self._decode(body)
+        except ValueError as cause:
             raise ChannelEndedError(f"sent an invalid message: {cause}") from cause
 
 
 class Sidecar(ChildProcess):
     """A sidecar process that serves a listener of its rank, and the channel of messages to it."""
 
-    def __init__(self, module: str, listener: socket.socket, begin: SidecarMessage, timeout_s: float) -> None:
+    def __init__(self, module: str, listener: socket.socket, begin: TaggedMessage, timeout_s: float) -> None:
         """Starts it, as ChildProcess says, with `begin` as its first message. `timeout_s`: of the channel."""
         super().__init__(module, socket.SOCK_STREAM)
         self.channel.settimeout(timeout_s)

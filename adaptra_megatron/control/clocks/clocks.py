@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.gathering import epoch_group
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.ports import PortRange
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.control.clocks.clock_service import (
     INTERVAL_S,
     MAX_DRIFT,

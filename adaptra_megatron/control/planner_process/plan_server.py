@@ -95,7 +95,7 @@ class Planner:
         """Plan `number` runs, and `asked` is new."""
         self._book.number = number
         self._notes.wanted += asked.requests
-        self._policy = asked.policy or self._policy
+        self._policy = asked.policy  # said again until a decision carries it
 
 
 def _missing(reported: Reported) -> str:

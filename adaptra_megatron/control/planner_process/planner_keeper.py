@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.control.beside.beside_process import (
     ChannelClosedError,
@@ -114,7 +116,7 @@ class PlannerClient:
     def pin(self, stages: Sequence[int]) -> None:
         """Micro-batches of these stages cannot be routed. To be called before the first decision."""
         if self._begin.routes is not None:
-            self._begin = replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
+            self._begin = structs.replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
 
     def run(self, routing: RoutingSection) -> None:
         """These routes run before anything is decided. To be called before the first decision."""
@@ -151,7 +153,7 @@ class PlannerClient:
             raise NoDecisionError(decided.failure and f"{self._word}{decided.failure}", decided.until)
         self._latest = decision
         if decision.told is not None and decision.told.policy:
-            self._begin, self._order = replace(self._begin, policy=decision.told.policy), None
+            self._begin, self._order = structs.replace(self._begin, policy=decision.told.policy), None
             self._wanted_policy = ""
         self._order, self._routing = decision.order or self._order, decision.routing or self._routing
         return decided.until, decision
@@ -204,7 +206,7 @@ class PlannerClient:
             with self._sending:
                 level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
                 running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
-                begin = replace(self._begin, log_level=level, running=running)
+                begin = structs.replace(self._begin, log_level=level, running=running)
                 module = "adaptra_megatron.control.planner_process.plan_server"
                 self._process = Sidecar(module, self._listener, begin, self._patience_s)
         return self._process

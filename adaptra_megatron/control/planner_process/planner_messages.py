@@ -7,9 +7,7 @@ listens to the ranks that follow. No torch here: the planner process imports thi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
-
+from adaptra_megatron.common.typed_messages import TaggedMessage
 from adaptra_megatron.control.beside.beside_process import Line, SidecarMessages
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.order.plan_book import Layout
@@ -17,12 +15,10 @@ from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.routes.route_decider import RoutePolicy
 
 
-@dataclass(frozen=True, kw_only=True)
-class Begin:
+class Begin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
     """To the planner process, first: who it decides for. The options are AdaptraConfig's."""
 
-    name: ClassVar[str] = "begin"
-    secret: str = field(repr=False)
+    secret: str
     """Hexadecimal."""
     place: str
     """Place of the decisions in the job's store."""
@@ -43,11 +39,9 @@ class Begin:
     """Decision in force, with the order of its plan if that was planned."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(TaggedMessage, tag="measured", frozen=True, kw_only=True):
     """To the planner process: iterations to decide on, with what the leading rank itself measured in them."""
 
-    name: ClassVar[str] = "measured"
     iterations: tuple[int, ...]
     nbytes: tuple[int, ...]
     """Size of each iteration's report, in the bytes that go along."""
@@ -57,29 +51,23 @@ class Measured:
     """What users ask for, new since the message before."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
+class Published(TaggedMessage, tag="published", frozen=True, kw_only=True):
     """To the planner process: a decision to pass on to all ranks that follow, which goes along."""
 
-    name: ClassVar[str] = "published"
     iteration: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Waits:
+class Waits(TaggedMessage, tag="waits", frozen=True, kw_only=True):
     """From the planner process, while it waits for reports, every `Begin.waits_s`: it is alive."""
 
-    name: ClassVar[str] = "waits"
     iteration: int
     missing: tuple[int, ...]
     """Ranks whose reports of this iteration have not come."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decided:
+class Decided(TaggedMessage, tag="decided", frozen=True, kw_only=True):
     """From the planner process: what follows from one or several iterations, once all ranks have reported them."""
 
-    name: ClassVar[str] = "decided"
     until: int
     """The latest of them."""
     decision: Decision | None
@@ -94,5 +82,5 @@ class Decided:
 
 
 Message = Begin | Measured | Published | Waits | Decided
-_MESSAGES: SidecarMessages[Message] = SidecarMessages(Begin, Measured, Published, Waits, Decided)
+_MESSAGES: SidecarMessages[Message] = SidecarMessages(Message)
 receive, hear = _MESSAGES.receive, _MESSAGES.hear

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.control.decisions import Moved
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Kind

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage
 from adaptra_megatron.control.beside.beside_process import Line, SidecarMessages
 from adaptra_megatron.control.detector.straggler_arrivals import Row
 from adaptra_megatron.control.detector.straggler_causes import HostFigures
-from adaptra_megatron.control.wire_format import Decoder
 
 MOST_ROWS = 512
 """Iterations of one report, and iterations that the judge keeps open."""
@@ -86,12 +85,10 @@ class ReportPace:
         return max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s)) if told else pause_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgeBegin:
+class JudgeBegin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
     """To the judge's process, first: the job."""
 
-    name: ClassVar[str] = "begin"
-    secret: str = field(repr=False)
+    secret: str
     """Hexadecimal."""
     place: str
     """Place of the reports in the job's store."""
@@ -101,18 +98,13 @@ class JudgeBegin:
     log_level: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finish:
+class Finish(TaggedMessage, tag="finish", frozen=True, kw_only=True):
     """To the judge's process: look once more, and end."""
 
-    name: ClassVar[str] = "finish"
 
-
-@dataclass(frozen=True, kw_only=True)
-class StragglerServiceReply:
+class StragglerServiceReply(TaggedMessage, tag="judged", frozen=True, kw_only=True):
     """From the judge's process: what is found now, and what there is to be said."""
 
-    name: ClassVar[str] = "judged"
     verdict: StragglerVerdict
     lines: tuple[Line, ...]
     events: tuple[str, ...]
@@ -120,5 +112,5 @@ class StragglerServiceReply:
     last: bool = False
 
 
-TO_JUDGE: SidecarMessages[JudgeBegin | Finish] = SidecarMessages(JudgeBegin, Finish)
+TO_JUDGE: SidecarMessages[JudgeBegin | Finish] = SidecarMessages(JudgeBegin | Finish)
 FROM_JUDGE: SidecarMessages[StragglerServiceReply] = SidecarMessages(StragglerServiceReply)

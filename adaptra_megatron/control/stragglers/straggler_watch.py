@@ -24,6 +24,7 @@ from adaptra_megatron.common.authentication.sealed_store import SealedStore
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.beside.beside_process import ChannelEndedError, Sidecar, log_events, log_lines, send
 from adaptra_megatron.control.beside.report_link import ReportLink
 from adaptra_megatron.control.beside.report_server import purpose_of
@@ -47,7 +48,6 @@ from adaptra_megatron.control.stragglers.straggler_reports import (
     lags_of,
     late_of,
 )
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.authentication.tagged_json import Natural, packed, unpacked
+from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
 
 BEAT_S = 0.2
 """Between two states of the coordinator."""

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.awaiting import said_by_one
 from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.engine.rerouting.micro_batches import Home, MicroBatchFeed

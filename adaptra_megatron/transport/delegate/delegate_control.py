@@ -16,10 +16,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
 
-from adaptra_megatron.common.authentication.tagged_json import Natural, kinds_of, packed, unpacked
+from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, packed, unpacked
 
 _LARGEST_NBYTES = 1 << 16
 _MOST_DESCRIPTORS = 4
@@ -29,32 +27,28 @@ class ControlEndedError(ConnectionError):
     """The other process is gone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartDelegate:
+class StartDelegate(TaggedMessage, tag="start", frozen=True, kw_only=True):
     """To the delegate, first: who it works for. With the listening sockets named in `listeners`."""
 
-    name: ClassVar[str] = "start"
     rank: Natural
     job: str
     """Its name, hexadecimal as the secret."""
-    secret: str = field(repr=False)
+    secret: str
     listeners: list[str]
     """What the descriptors are: "shm" (unix socket), "tcp" (for verbs too)."""
     handshake_s: float
     stall_s: float
     max_message_nbytes: Natural
-    rnics: list[str] = field(default_factory=list)
+    rnics: list[str] = []
     """verbs: RDMA devices to use; none for all with a link."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenLink:
+class OpenLink(TaggedMessage, tag="open", frozen=True, kw_only=True):
     """To the delegate: bring up the link to `peer`. With the outbound ring and, except over shm, the inbound ring.
 
     A link that is up goes down first. `session` counts the attempts; what is said of an earlier one is void.
     """
 
-    name: ClassVar[str] = "open"
     peer: Natural
     """Its rank, as everywhere here."""
     session: Natural
@@ -72,90 +66,70 @@ class OpenLink:
     """Which opening of the link this is: see handshake.Purpose."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CloseLink:
+class CloseLink(TaggedMessage, tag="close", frozen=True, kw_only=True):
     """To the delegate: let what is in the outbound ring leave, then forget the link to `peer` and refuse its like."""
 
-    name: ClassVar[str] = "close"
     peer: Natural
     opening: Natural
     drain_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listen:
+class Listen(TaggedMessage, tag="listen", frozen=True, kw_only=True):
     """To the delegate: accept connections on the listening socket that comes with it, too."""
 
-    name: ClassVar[str] = "listen"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(TaggedMessage, tag="report", frozen=True, kw_only=True):
     """To the delegate: ask for `Counters`."""
 
-    name: ClassVar[str] = "report"
     number: Natural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ping:
+class Ping(TaggedMessage, tag="ping", frozen=True, kw_only=True):
     """To the delegate: ask for `Pong`, which proves that it runs."""
 
-    name: ClassVar[str] = "ping"
     number: Natural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(TaggedMessage, tag="stop", frozen=True, kw_only=True):
     """To the delegate: let what is in the outbound rings leave, then end."""
 
-    name: ClassVar[str] = "stop"
     drain_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Up:
+class Up(TaggedMessage, tag="up", frozen=True, kw_only=True):
     """From the delegate: the link carries frames. Over shm with the inbound ring."""
 
-    name: ClassVar[str] = "up"
     peer: Natural
     session: Natural
     transport: str
     """shm, tcp or verbs: what carries them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Down:
+class Down(TaggedMessage, tag="down", frozen=True, kw_only=True):
     """From the delegate: the link's session is over, and its rings are closed."""
 
-    name: ClassVar[str] = "down"
     peer: Natural
     session: Natural
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class DelegateCounters:
+class DelegateCounters(TaggedMessage, tag="counters", frozen=True, kw_only=True):
     """From the delegate: what it has seen since it started."""
 
-    name: ClassVar[str] = "counters"
     number: Natural
-    refused: dict[str, Natural] = field(default_factory=dict)
+    refused: dict[str, Natural] = {}
     """Connections that were not admitted, by handshake.Refusal."""
     sent_nbytes: Natural = 0
     received_nbytes: Natural = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pong:
+class Pong(TaggedMessage, tag="pong", frozen=True, kw_only=True):
     """From the delegate: the answer to the `Ping` of that number."""
 
-    name: ClassVar[str] = "pong"
     number: Natural
 
 
 Message = StartDelegate | OpenLink | CloseLink | Listen | Report | Ping | Stop | Up | Down | DelegateCounters | Pong
-_KINDS: dict[str, type[Message]] = kinds_of(Message)
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -179,7 +153,7 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]]:
             os.close(descriptor)
         raise ControlEndedError("the other process is gone" if not packet else "a message was cut off")
     try:
-        return unpacked(packet, _KINDS, _LARGEST_NBYTES), descriptors
+        return unpacked(packet, Message, _LARGEST_NBYTES), descriptors
     except ValueError as cause:
         for descriptor in descriptors:
             os.close(descriptor)

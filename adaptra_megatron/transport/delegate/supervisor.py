@@ -20,8 +20,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import structs
 
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.child_process import ChildProcess
@@ -395,7 +397,7 @@ class Supervisor:
             link.backoff.reset()
             link.transport = message.transport
             if link.request.connects:  # who connects proposes: what it fell to stays when the delegate ends
-                link.request = replace(link.request, transport=message.transport)
+                link.request = structs.replace(link.request, transport=message.transport)
             self._patience_s = self._first_patience_s
             assert link.outbound is not None
             assert link.inbound is not None
@@ -414,7 +416,7 @@ class Supervisor:
         return give_up
 
     def _open(self, link: SupervisedLink) -> None:
-        link.request = replace(link.request, session=next(self._sessions))
+        link.request = structs.replace(link.request, session=next(self._sessions))
         shared = WIRES[link.request.transport].shares_rings
         try:
             link.outbound = Ring.create(link.slots, link.slot_nbytes)

@@ -22,8 +22,8 @@ from functools import partial
 
 import torch
 
-from adaptra_megatron.common.authentication.tagged_json import packed
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.device_session.sessions import DevicePath, DeviceWork, MakeGroup
 from adaptra_megatron.transport.failover.control_messages import (
     ControlChannel,

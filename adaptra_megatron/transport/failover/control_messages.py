@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from adaptra_megatron.common.authentication.tagged_json import Below, Natural, kinds_of, unpacked
+import msgspec
+
+from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, unpacked
 
 # Brings notes to the peer once and in order: by the host path, and by the link's line while that does not answer.
 
@@ -98,131 +99,103 @@ MOST_NBYTES = 1 << 32
 """Largest message that a control message may name."""
 
 
-@dataclass(frozen=True)
-class CreateSession:
+class CreateSession(TaggedMessage, tag="meet", frozen=True):
     """From the sender: let us make the process group of this session."""
 
-    name: ClassVar[str] = "meet"
     session: Natural
 
 
-@dataclass(frozen=True)
-class Open:
+class Open(TaggedMessage, tag="open", frozen=True):
     """From the sender: messages from `number` on go by the device path, until further notice."""
 
-    name: ClassVar[str] = "open"
     session: Natural
     number: Natural
-    skipped: list[Natural] = field(default_factory=list)
+    skipped: list[Natural] = []
     """Beyond `number`, yet not sent: the receiver has them."""
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(TaggedMessage, tag="close", frozen=True):
     """Sender to receiver: stop using the device path; answered by Frozen."""
 
-    name: ClassVar[str] = "close"
     session: Natural
 
 
-@dataclass(frozen=True)
-class ReceivePosted:
+class ReceivePosted(TaggedMessage, tag="frozen", frozen=True):
     """From the receiver, in answer to Close: before `number`, messages are already expected on the device path."""
 
-    name: ClassVar[str] = "frozen"
     session: Natural
     number: Natural
 
 
-@dataclass(frozen=True)
-class SwitchAt:
+class SwitchAt(TaggedMessage, tag="until", frozen=True):
     """From the sender: messages from `number` on go by the host path."""
 
-    name: ClassVar[str] = "until"
     session: Natural
     number: Natural
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(TaggedMessage, tag="failed", frozen=True):
     """From the sender: it saw the device session fail."""
 
-    name: ClassVar[str] = "failed"
     session: Natural
     cause: str
 
 
-@dataclass(frozen=True)
-class Dead:
+class Dead(TaggedMessage, tag="dead", frozen=True):
     """From the receiver: the session is over; of all that it carried, the first `received` have arrived."""
 
-    name: ClassVar[str] = "dead"
     session: Natural
     received: Natural
     cause: str
 
 
-@dataclass(frozen=True)
-class QuerySent:
+class QuerySent(TaggedMessage, tag="ask", frozen=True):
     """From the receiver: all before this index have arrived; has the message of this index been sent?"""
 
-    name: ClassVar[str] = "ask"
     session: Natural
     index: Natural
 
 
-@dataclass(frozen=True)
-class SentCount:
+class SentCount(TaggedMessage, tag="sent", frozen=True):
     """From the sender, in answer to Ask: yes, as all before `count`; the message asked for has so many bytes."""
 
-    name: ClassVar[str] = "sent"
     session: Natural
     count: Natural
     nbytes: Natural
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(TaggedMessage, tag="received", frozen=True):
     """From the receiver, where acknowledgements cannot go by the host path: the first `count` have arrived."""
 
-    name: ClassVar[str] = "received"
     session: Natural
     count: Natural
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(TaggedMessage, tag="measure", frozen=True):
     """From the sender, whose messages go by the host path: next on the device path come `count` probes of `nbytes`."""
 
-    name: ClassVar[str] = "measure"
     session: Natural
-    count: Annotated[int, Below(MOST_PROBES + 1)]
-    nbytes: Annotated[int, Below(MOST_NBYTES + 1)]
+    count: Annotated[int, msgspec.Meta(ge=0, le=MOST_PROBES)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=MOST_NBYTES)]
 
 
-@dataclass(frozen=True)
-class ReadyForProbe:
+class ReadyForProbe(TaggedMessage, tag="awaiting", frozen=True):
     """From the receiver, in answer to Measure: these probes can come."""
 
-    name: ClassVar[str] = "awaiting"
     session: Natural
 
 
-@dataclass(frozen=True)
-class Probed:
+class Probed(TaggedMessage, tag="probed", frozen=True):
     """From the receiver: a probe that measures the device path has arrived, at this moment of its clock."""
 
-    name: ClassVar[str] = "probed"
     session: Natural
     index: Natural
     arrived_s: float
 
 
-@dataclass(frozen=True)
-class HostProbed:
+class HostProbed(TaggedMessage, tag="host_probed", frozen=True):
     """From the receiver: this probe of the host path has arrived, at this moment of its clock."""
 
-    name: ClassVar[str] = "host_probed"
     number: Natural
     arrived_s: float
 
@@ -230,10 +203,9 @@ class HostProbed:
 FromSender = CreateSession | Open | Close | SwitchAt | Failed | SentCount | Measure
 FromReceiver = ReceivePosted | Dead | QuerySent | Received | ReadyForProbe | Probed
 Note = FromSender | FromReceiver | HostProbed
-_KINDS: dict[str, type[Note]] = kinds_of(Note)
 
 
 def decode_note(packet: bytes) -> Note:
-    """A note from how it travels (`tagged_json.packed`). Raises ValueError for what no peer of ours says."""
-    note: Note = unpacked(packet, _KINDS, NOTE_NBYTES)
+    """A note from how it travels (`typed_messages.packed`). Raises ValueError for what no peer of ours says."""
+    note: Note = unpacked(packet, Note, NOTE_NBYTES)
     return note

@@ -27,15 +27,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from adaptra_megatron.common.authentication import handshake
 from adaptra_megatron.common.authentication.acceptor import Acceptor
 from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
-from adaptra_megatron.common.authentication.tagged_json import Natural, kinds_of, packed, unpacked
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, packed, plain_text, unpacked
 from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
 
 # What two training processes say to each other on a line: one JSON object per line of text.
@@ -44,56 +43,44 @@ LINE_NBYTES = 4 * NOTE_NBYTES
 """The longest message: a note that is quoted once more."""
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(TaggedMessage, tag="beat", frozen=True):
     """The sending process runs."""
 
-    name: ClassVar[str] = "beat"
 
-
-@dataclass(frozen=True)
-class LinkNote:
+class LinkNote(TaggedMessage, tag="note", frozen=True):
     """A note of the link (control_messages.py), which the paths may bring too."""
 
-    name: ClassVar[str] = "note"
     number: Natural
     text: str
 
 
-@dataclass(frozen=True)
-class LinkNoteAck:
+class LinkNoteAck(TaggedMessage, tag="noted", frozen=True):
     """The answer: all notes below this number have come."""
 
-    name: ClassVar[str] = "noted"
     below: Natural
 
 
-@dataclass(frozen=True)
-class RankFailed:
+class RankFailed(TaggedMessage, tag="lost", frozen=True):
     """A rank is gone for good."""
 
-    name: ClassVar[str] = "lost"
     rank: Natural
     cause: str
 
 
-@dataclass(frozen=True)
-class Fin:
+class Fin(TaggedMessage, tag="bye", frozen=True):
     """The sending process closes the line on purpose."""
 
-    name: ClassVar[str] = "bye"
     cause: str | None = None
     """Why it ends the link though messages may be under way; None where it has no further use for it."""
 
 
 LineMessage = Beat | LinkNote | LinkNoteAck | RankFailed | Fin
-_KINDS: dict[str, type[LineMessage]] = kinds_of(LineMessage)
 
 
 def decode_line(packet: bytes) -> LineMessage:
-    """A message from how it travels (`tagged_json.packed`). Raises ValueError for what no peer of ours says."""
+    """A message from how it travels (`typed_messages.packed`). Raises ValueError for what no peer of ours says."""
     try:
-        message: LineMessage = unpacked(packet, _KINDS, LINE_NBYTES)
+        message: LineMessage = unpacked(packet, LineMessage, LINE_NBYTES)
     except ValueError as cause:
         raise ValueError(f"this is no message of a line ({cause}): {packet[:200]!r}") from cause
     return message
@@ -298,7 +285,7 @@ class ControlConnections:
             return
         assert line.keeper is not None
         del self._lines[line.peer]
-        fin = Fin(None if cause is None else cause[:NOTE_NBYTES])
+        fin = Fin(None if cause is None else plain_text(cause)[:NOTE_NBYTES])
         line.send(fin)
         line.keeper.add_done_callback(lambda _: self._forget(line))
         if line.writer is None and cause is not None and not line.keeper.done():
@@ -463,7 +450,7 @@ class ControlConnections:
         for line in self._lines.values():
             if not line.reachable:
                 self._on_failure(line.peer, f"{self._name(line.peer)} is gone, or cut off: its host does not answer")
-        self._on_failure(self._rank, f"{self._name(self._rank)} ended with an error: {cause}"[:NOTE_NBYTES])
+        self._on_failure(self._rank, f"{self._name(self._rank)} ended with an error: {plain_text(cause)}"[:NOTE_NBYTES])
 
     def _on_failure(self, rank: int, cause: str) -> None:
         """Pass on that a rank is lost, before anything else comes of it: of several, the first is the cause.

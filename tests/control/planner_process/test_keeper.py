@@ -19,6 +19,7 @@ from support.made_up.measured_job import MeasuredJob
 
 from adaptra_megatron.common.authentication.handshake import send_descriptor
 from adaptra_megatron.common.child_process import ChildProcess
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.beside.beside_process import ChannelEndedError, send
 from adaptra_megatron.control.beside.report_link import ReportLink
 from adaptra_megatron.control.beside.report_server import purpose_of
@@ -29,7 +30,6 @@ from adaptra_megatron.control.planner_process import planner_keeper as keeper
 from adaptra_megatron.control.planner_process.planner_keeper import NoDecisionError, PlannerClient
 from adaptra_megatron.control.planner_process.planner_messages import Begin, receive
 from adaptra_megatron.control.rounds import MOST_AWAITED
-from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, PlanMade
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 from adaptra_megatron.transport.setup.host_placement import listen_tcp

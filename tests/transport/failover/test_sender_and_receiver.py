@@ -14,7 +14,7 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from adaptra_megatron.common.authentication.tagged_json import packed
+from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.failover.control_messages import Note, Received, decode_note
 from adaptra_megatron.transport.failover.path_receiver import DeviceReceive, Receiver, ReceiverEffects
 from adaptra_megatron.transport.failover.path_sender import DeviceSend, Posted, Sender, SenderEffects

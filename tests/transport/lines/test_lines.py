@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from line_ends import JOB, SECRET, End
 from transport_checks import until
 
-from adaptra_megatron.common.authentication.tagged_json import packed
+from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.failover.control_messages import OVERDUE_S, ControlChannel
 from adaptra_megatron.transport.lines.lines import (
     BEAT_S,

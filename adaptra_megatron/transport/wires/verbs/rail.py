@@ -212,7 +212,9 @@ class Rail:
             self._on_raise(message, now_s)
             return
         if message.attempt != self._attempt:
-            raise ValueError(f"rail {self._index}: {message.name!r} of attempt {message.attempt} in {self._attempt}")
+            raise ValueError(
+                f"rail {self._index}: {type(message).__name__} of attempt {message.attempt} in {self._attempt}"
+            )
         if isinstance(message, Fenced):
             self._peer_fence = message
             self.give_up(f"the peer gave it up: {message.cause}", now_s)

@@ -7,10 +7,9 @@ A length of four bytes (little-endian) and one JSON object. Sizes, names and typ
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from adaptra_megatron.common.authentication.tagged_json import Natural, kinds_of, packed, unpacked
+from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, packed, unpacked
 
 LARGEST_NBYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
@@ -32,66 +31,52 @@ class VerbsEndpoint(NamedTuple):
     """What the peer needs to write there through this RNIC."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
+class Hello(TaggedMessage, tag="hello", frozen=True, kw_only=True):
     """First, from both: rings and rails must match."""
 
-    name: ClassVar[str] = "hello"
     rails: Natural
     slots: Natural
     slot_nbytes: Natural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unable:
+class Unable(TaggedMessage, tag="unable", frozen=True, kw_only=True):
     """Instead: this end has no verbs."""
 
-    name: ClassVar[str] = "unable"
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grant:
+class Grant(TaggedMessage, tag="grant", frozen=True, kw_only=True):
     """There are slots for all chunks below `chunks`. For when no rail can carry it, and after one has failed."""
 
-    name: ClassVar[str] = "grant"
     chunks: Natural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Raise:
+class Raise(TaggedMessage, tag="raise", frozen=True, kw_only=True):
     """From the side that connects: this end of the rail is ready for the other to connect to it."""
 
-    name: ClassVar[str] = "raise"
     rail: Natural
     attempt: Natural
     endpoint: VerbsEndpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class Raised:
+class Raised(TaggedMessage, tag="raised", frozen=True, kw_only=True):
     """The answer: the other end is connected."""
 
-    name: ClassVar[str] = "raised"
     rail: Natural
     attempt: Natural
     endpoint: VerbsEndpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready:
+class Ready(TaggedMessage, tag="ready", frozen=True, kw_only=True):
     """From the side that connects: a probe went through."""
 
-    name: ClassVar[str] = "ready"
     rail: Natural
     attempt: Natural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fenced:
+class Fenced(TaggedMessage, tag="fenced", frozen=True, kw_only=True):
     """Nothing can arrive over this end of the rail any more; what had arrived, over any rail, is named."""
 
-    name: ClassVar[str] = "fenced"
     rail: Natural
     attempt: Natural
     below: Natural
@@ -101,7 +86,6 @@ class Fenced:
 
 RailMessage = Raise | Raised | Ready | Fenced
 VerbsMessage = Hello | Unable | Grant | RailMessage
-_KINDS: dict[str, type[VerbsMessage]] = kinds_of(VerbsMessage)
 
 
 def encode(message: VerbsMessage) -> bytes:
@@ -126,6 +110,6 @@ class VerbsDecoder:
             end = _LENGTH.size + nbytes
             if len(self._unread) < end:
                 break
-            messages.append(unpacked(bytes(self._unread[_LENGTH.size : end]), _KINDS, LARGEST_NBYTES))
+            messages.append(unpacked(bytes(self._unread[_LENGTH.size : end]), VerbsMessage, LARGEST_NBYTES))
             del self._unread[:end]
         return messages

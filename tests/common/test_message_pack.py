@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from support.made_up.measured_job import MeasuredJob
 
+from adaptra_megatron.common.typed_messages import Decoder, encoded
 from adaptra_megatron.control.decisions import decision_of
 from adaptra_megatron.control.measurements import measurement_of
-from adaptra_megatron.control.wire_format import Decoder, encoded
 
 
 @pytest.mark.parametrize(

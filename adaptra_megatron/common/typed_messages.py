@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encode and decode the messages between processes of one run.
+
+1. A message is a frozen dataclass, a NamedTuple, or a `TaggedMessage` where one of several kinds may come.
+2. What is decoded has its declared types, a tagged message no unknown field, and a size below a limit; anything else is
+   a ValueError before anything is built of it.
+3. `packed` makes JSON, which is one line of text and has neither infinities nor NaNs; `encoded` makes MessagePack, for
+   what travels in every iteration: a training process has a millisecond of CPU for all that it exchanges.
+4. No message outlives its run: both ends are one release, and files that users keep have formats of their own.
+
+Neither torch nor numpy here: delegates and sidecar processes import this.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+
+Message = TypeVar("Message")
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+def plain_text(text: str) -> str:
+    """Return the text of an error without what no message can carry: undecodable bytes of file names are escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+class TaggedMessage(msgspec.Struct, frozen=True, tag_field="is", forbid_unknown_fields=True):
+    """Message of one of several kinds, which its tag names: `class Ping(TaggedMessage, tag="ping", frozen=True)`."""
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "secret")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _plain(value: Any) -> Any:
+    """Return the number that one of numpy's scalars is."""
+    return value.item()
+
+
+_JSON = msgspec.json.Encoder(enc_hook=_plain)
+_MESSAGE_PACK = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def packed(message: Any) -> bytes:
+    """Encode a message as JSON."""
+    return _JSON.encode(message)
+
+
+def encoded(message: Any) -> bytes:
+    """Encode a message as MessagePack."""
+    return _MESSAGE_PACK.encode(message)
+
+
+def unpacked(packet: bytes, kind: Any, max_nbytes: int) -> Any:
+    """Decode a message of type `kind`, which may be a union, from JSON. Raises ValueError for anything else."""
+    return _decoded(_json_decoder(kind), packet, max_nbytes)
+
+
+class Decoder(Generic[Message]):
+    """Decodes messages of one type, which may be a union, from MessagePack."""
+
+    def __init__(self, kind: Any, max_nbytes: int) -> None:
+        self._max_nbytes, self._decoder = max_nbytes, msgspec.msgpack.Decoder(kind)
+
+    def __call__(self, packet: bytes | msgspec.Raw) -> Message:
+        """Raises ValueError for anything but a message of that type."""
+        message: Message = _decoded(self._decoder, packet, self._max_nbytes)
+        return message
+
+
+@functools.cache
+def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _decoded(decoder: Any, packet: bytes | msgspec.Raw, max_nbytes: int) -> Any:
+    if len(packet) > max_nbytes:
+        raise ValueError(f"a message of {len(packet)} bytes exceeds the limit of {max_nbytes}")
+    try:
+        return decoder.decode(packet)
+    except (ValueError, RecursionError) as cause:
+        raise ValueError(f"a message has an invalid field: {cause}") from cause
