@@ -25,6 +25,8 @@ SAME = {"num_experts": "num_moe_experts", "fp8_format": "fp8", "fp4_format": "fp
 APPLIED_LATER = ("CommOverlap", "MixedPrecision")
 """Parts of the names of classes (of Megatron-Bridge and of NeMo) whose settings, where they have any, replace those of
 the model when training begins."""
+ANYWHERE = ("use_megatron_fsdp",)
+"""Settings that two configurations of Megatron-Bridge have (`dist`, `ddp`), and that are on where either says so."""
 COUNTS = (
     *("num_layers", "mtp_num_layers", "num_moe_experts", "recompute_num_layers", "fp8_amax_history_len"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
@@ -58,7 +60,7 @@ def settings_of_objects(root: Any) -> SimpleNamespace:
     """The settings in configurations within configurations: those of Megatron-Bridge and NeMo, and documents.
 
     Where two have a setting of one name, that of the outer one counts unless it is None, but for those that are applied
-    later.
+    later, and those that are on wherever they stand.
     """
     found: dict[str, Any] = {}
     later: dict[str, Any] = {}
@@ -78,7 +80,9 @@ def settings_of_objects(root: Any) -> SimpleNamespace:
                 seen.update(map(id, configurations))
                 if is_later and value is not None:
                     later.setdefault(name, value)
-                elif not configurations and found.get(name) is None:
+                elif not configurations and (
+                    found.get(name) is None or (name in ANYWHERE and _value(str(value)) is True)
+                ):
                     found[name] = value
         level = inner
     return _complete({**found, **later})

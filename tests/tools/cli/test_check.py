@@ -202,6 +202,10 @@ SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
     "words": ({"cuda_graph_impl": "None", "delay_wgrad_compute": "false"}, "starts"),
     "nothing": ({"cuda_graph_impl": False, "overlap_moe_expert_parallel_comm": None}, "starts"),
     "a section that is on": ({"inprocess_restart": {"enabled": True}}, "refused"),
+    "sharded in one of two sections": (
+        {"dist": {"use_megatron_fsdp": False}, "ddp": {"use_megatron_fsdp": True}},
+        "refused",
+    ),
     "a section that is off": ({"inprocess_restart": {"enabled": False}}, "starts"),
     "numbers as words": ({"num_layers": "8", "gtp_weight_remat_size": "2"}, "refused"),
     "turned off": ({"tp_comm_overlap": True, "tensor_model_parallel_size": 8, "no_tp_comm_bulk_wgrad": True}, "starts"),
