@@ -130,11 +130,9 @@ def enable(
 
     from megatron.core.tensor_parallel import layers
 
-    from adaptra_megatron.elastic.live_groups import live_groups
     from adaptra_megatron.engine.runtime import AdaptraRuntime
     from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
-    groups = live_groups(config) if groups is None else groups
     applied = AppliedPatches(
         config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate, groups=groups), decorate
     )

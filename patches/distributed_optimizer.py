@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.fault_tolerance import FaultTolerance
     from adaptra_megatron.megatron.state.shard_copies import with_copies
 
-    replacement: Callable[..., Any] = with_copies(stock, runtime.sharded_optimizers)
+    replacement: Callable[..., Any] = with_copies(stock, runtime.feature(FaultTolerance).sharded_optimizers)
     return replacement
 
 

@@ -37,12 +37,14 @@ def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
     def setup_model_and_optimizer(*given: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
+        from adaptra_megatron.engine.fault_tolerance import FaultTolerance
         from adaptra_megatron.engine.rejoining import Training, settings_of
 
         settings = settings_of(get_args())
         made = stock(*given, **keywords)
         model, optimizer, scheduler = made
-        runtime.training = None if optimizer is None else Training(model, optimizer, scheduler, _progress, settings)
+        training = None if optimizer is None else Training(model, optimizer, scheduler, _progress, settings)
+        runtime.feature(FaultTolerance).training = training
         return made
 
     return setup_model_and_optimizer
@@ -53,7 +55,9 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
     def build_train_valid_test_data_iterators(*given: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
-        for name, value in (runtime.take_place() or {}).items():
+        from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+        for name, value in (runtime.feature(FaultTolerance).take_place() or {}).items():
             setattr(get_args(), name, value)
         return stock(*given, **keywords)
 

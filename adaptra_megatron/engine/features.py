@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from adaptra_megatron.common.job.membership import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
 
 if TYPE_CHECKING:
+    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
     from adaptra_megatron.engine.pipeline import Pipeline
     from adaptra_megatron.engine.training_job import Job
     from adaptra_megatron.megatron.computation import StageComputation
@@ -54,7 +57,7 @@ class StragglerMonitoring(EngineFeature):
         super().__init__()
         self._config, self.waits = config, SyncWaits()
 
-    def hooks(self, pipeline: Pipeline, call: PipelineCall) -> IterationHooks:
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
         """See EngineFeature."""
         if pipeline.job.layout.replicas < 2:
             return IterationHooks(pipeline)
@@ -71,9 +74,43 @@ class StragglerMonitoring(EngineFeature):
         return MonitoredStock(arrivals_of(job, self._config, telemetry, self.waits))
 
 
-def make_features(config: AdaptraConfig, decorate: Decorate | None = None) -> list[EngineFeature]:
-    """Return the features that `config` asks for. `decorate`: see `Decorated`."""
-    features = [EngineFeature(GuardedOrder)]
+class EndedJob(IterationHooks):
+    """Ends the job with the first iteration of any rank that fails."""
+
+    def fail(self, cause: BaseException) -> None:
+        """See IterationHooks. It is logged, and the peers learn why."""
+        from adaptra_megatron.elastic.last_word import end_job
+
+        self._ending = end_job(self.pipeline.job.control, self.pipeline.job.layout, cause)
+
+    def failed(self) -> None:
+        """See IterationHooks."""
+        self._ending.wait()
+
+
+def make_features(
+    config: AdaptraConfig, decorate: Decorate | None = None, groups: FaultTolerantGroups | None = None
+) -> list[EngineFeature]:
+    """Return the features that `config` asks for. `decorate`: see `Decorated`. `groups`: see `FaultTolerance`.
+
+    Raises UnrecoverableError in a process that has been started again and cannot take part.
+    """
+    features: list[EngineFeature] = []
+    if config.reroute != "off":
+        from adaptra_megatron.engine.rerouting.rerouting import ReroutedTraining
+
+        features.append(ReroutedTraining(config))
+    if config.is_fault_tolerant:
+        from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+        features.append(FaultTolerance(config, groups))
+    else:
+        features.append(EngineFeature(EndedJob))
+        if os.environ.get(START_VARIABLE):
+            from adaptra_megatron.elastic.live_groups import refuse_newcomer
+
+            refuse_newcomer(config.reroute)
+    features.append(EngineFeature(GuardedOrder))
     if decorate is not None:
         features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))
     if config.profile_ranges:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.control.order.plan_book import PlanState
@@ -13,10 +12,11 @@ from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import ActivationAccount, Steps, planned_steps
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.engine.execution.stage_program import Program, compile_program
-from adaptra_megatron.engine.rerouting.rerouting import Rerouting
-from adaptra_megatron.megatron.gradients.gradient_sync import gather_parameters
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.ir import Schedule
+
+if TYPE_CHECKING:
+    from adaptra_megatron.control.routes.cell_order import CellOrder
 
 
 class Work(NamedTuple):
@@ -36,38 +36,19 @@ class IterationWork:
         layout: JobLayout,
         book: PlanState,
         dispatcher: Dispatcher,
-        rerouting: Rerouting | None,
         meter: MemoryMeter | None,
     ) -> None:
-        """`rerouting`: None where micro-batches stay in their replicas. `meter`: None where memory is not measured."""
-        self._layout, self._book, self._dispatcher = layout, book, dispatcher
-        self._rerouting, self._meter = rerouting, meter
+        """`meter`: None where memory is not measured."""
+        self._layout, self._book, self._dispatcher, self._meter = layout, book, dispatcher, meter
         self._programs: dict[int, Program] = {}
 
     def forget(self) -> None:
         """Drop the programs: another plan is in force."""
         self._programs.clear()
 
-    def work(
-        self, call: PipelineCall, schedule: Schedule, iteration: int, attempt: int, *, routes: bool, cold: bool
-    ) -> Work:
-        """Return what to run in `iteration`, of which this is the try number `attempt`.
-
-        `routes`: micro-batches may be computed by other replicas. `cold`: one of the first iterations, which runs
-        each backward pass whole and in the planned order.
-        """
-        routed = self._routed(call, schedule, iteration) if routes else None
-        if routed is not None and not call.forward_only:
-            gather_parameters(call.model_chunks)
-        work = routed or self._planned(call, schedule, iteration, cold=cold)
-        return work._replace(addresses=replace(work.addresses, attempt=attempt))
-
-    def _routed(self, call: PipelineCall, schedule: Schedule, iteration: int) -> Work | None:
-        """None where the iteration's micro-batches stay in their replicas."""
-        routed = None if self._rerouting is None else self._rerouting.order(call, schedule)
-        if routed is None:
-            return None
-        program, order = routed
+    def routed(self, call: PipelineCall, program: Program, order: CellOrder, iteration: int) -> Work:
+        """Return what to run in `iteration`, whose micro-batches are routed between replicas by `order`, which is
+        `program` on this rank."""
         everywhere = Addresses(
             range(len(self._layout.workers)),
             iteration,
@@ -78,7 +59,9 @@ class IterationWork:
         account = ActivationAccount(call.stage, order.cap, order.released_at_backward_input, meter)
         return Work(program, everywhere, account, planned_steps(program))
 
-    def _planned(self, call: PipelineCall, schedule: Schedule, iteration: int, *, cold: bool) -> Work:
+    def planned(self, call: PipelineCall, schedule: Schedule, iteration: int, *, cold: bool) -> Work:
+        """Return what `schedule` has this rank run in `iteration`. `cold`: one of the first, which runs each backward
+        pass whole and in the planned order."""
         planned = not (call.forward_only or cold)
         program = self._compiled(call, schedule, planned=planned)
         addresses = Addresses(

@@ -6,11 +6,11 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from adaptra_megatron.common.child_process import OwningProcess
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import PlanExchange
@@ -20,32 +20,23 @@ from adaptra_megatron.control.order.plan_book import Layout, PlanState
 from adaptra_megatron.control.paths.steering import LinkSteering
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
 from adaptra_megatron.control.stage_memory import MemoryMeter, MemorySource, StageMemory, make_meter
-from adaptra_megatron.elastic.generation import FIRST, Generation
-from adaptra_megatron.elastic.last_word import end_job
-from adaptra_megatron.elastic.live_groups import FaultTolerantGroups, interruptible
-from adaptra_megatron.elastic.survival import RecoveryManager
 from adaptra_megatron.engine.dispatch.dispatch import make_dispatcher
 from adaptra_megatron.engine.execution.disturbances import DisturbanceWatch
 from adaptra_megatron.engine.execution.executor import IterationReport, PipelineExecutor, make_timer
 from adaptra_megatron.engine.execution.first_iterations import COLD, FirstIterations
 from adaptra_megatron.engine.iteration_hooks import EngineFeature
-from adaptra_megatron.engine.iteration_work import IterationWork
+from adaptra_megatron.engine.iteration_work import IterationWork, Work
 from adaptra_megatron.engine.measurement.measuring import EndedIteration, Measuring
 from adaptra_megatron.engine.measurement.reporting import (
     make_telemetry,
-    membership_events,
     path_states,
     rank_figures,
 )
-from adaptra_megatron.engine.outliving import hold_copies, outlive, refuse_fault_tolerance
-from adaptra_megatron.engine.planning import agreed_plan, make_planner
+from adaptra_megatron.engine.planning import make_planner
 from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
-from adaptra_megatron.engine.rejoining import Counters, Joining
-from adaptra_megatron.engine.rerouting.rerouting import Rerouting
-from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs
-from adaptra_megatron.engine.training_job import Job, join_job
+from adaptra_megatron.engine.training_job import Counters, Job, JobEntry
 from adaptra_megatron.megatron.computation import StageComputation
-from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups, work_of
+from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, work_of
 from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.ir import Schedule
@@ -74,15 +65,10 @@ class Pipeline:
         call: PipelineCall,
         config: AdaptraConfig,
         features: Sequence[EngineFeature],
-        memory: MemorySource | None,
-        groups: FaultTolerantGroups | None = None,
-        optimizers: Sequence[Any] = (),
-        joining: Joining | None = None,
+        memory: MemorySource | None = None,
     ) -> None:
         """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
-        None: the device. `groups`: this process's, where training survives rank failures, and `optimizers`, the
-        distributed ones. `joining`: where the others have begun before, and this process takes the place of a rank
-        that had left.
+        None: the device.
 
         Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
         """
@@ -101,47 +87,34 @@ class Pipeline:
         if spans and memory is not None:
             layout = replace(layout, whole_first=True)
         self.book = PlanState(config, layout, measures_memory=memory is not None)
-        if joining is None:
-            self._job = join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
-        else:
-            self._job = joining.job
-        job, control, self._clock, limit_s = self._job
-        if joining is not None:
-            control = joining.joined.control.in_generation(joining.joined.generation.id)
+        entry = functools.reduce(lambda found, feature: feature.wrap_entry(found), features, JobEntry())
+        self.job, self.rejoins = entry.job(call, config), entry.rejoins
+        job, _, self._clock, limit_s = self.job
+        control = entry.control(self.job)
         clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
-        meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=joining is not None)
+        meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=self.rejoins)
         self.transport = make_transport(meeting, call, config, clock, limit_s)
         self._owner = OwningProcess()
         self._sent_all = False
         """True if the last iteration came to its end."""
         self._failure: BaseException | None = None
         """What an iteration ended with: there can be no other."""
-        self.telemetry = make_telemetry(self._job, call.chunks, config, goes_on=joining is not None)
+        self.telemetry = make_telemetry(self.job, call.chunks, config, goes_on=self.rejoins)
         self._config, self._policy = config, path_policy(config, self.transport)
         self.planner: PlannerClient | None = None
         """None on all ranks but the one that leads its replica."""
-        if job.rank == job.leader and joining is None:
-            self.planner = make_planner(self._job, self.book, config, self._policy, self.telemetry)
-        self.rerouting: Rerouting | None = None
-        """None where micro-batches stay in their replicas."""
-        if config.reroute != "off":
-            swap = config.avoids_stragglers
-            self.rerouting = Rerouting(
-                self._job, self.transport, self.planner, self.book, swap=swap, joins=joining is not None
-            )
+        self.plan_for(self.job, leads=job.rank == job.leader and not self.rejoins)
         self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
         team = functools.partial(make_dispatcher, control, job, config, self.transport, limit_s)
-        if joining is None:
-            self.dispatcher = team()
-        else:  # other lanes of the cell may die before they come
-            self.dispatcher = interruptible(team, joining.check, limit_s, "what all ranks of the cell share")
+        self.dispatcher = entry.wait(team, "what all ranks of the cell share")
         self._prefers_host = self._policy is not None and self._policy.preferred is Path.HOST
         self.dispatcher.all_by_host_path = self._prefers_host
-        self.iterations = 0
-        """How many have run, evaluations among them."""
-        self.training_iterations = 0
+        self.iterations, self.training_iterations = entry.counters
+        """How many have run: evaluations among them, and without."""
+        self.degraded = False
+        """True where cells are dead."""
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
-        self.hooks = [feature.hooks(self, call) for feature in features]
+        self.hooks = [feature.hooks(self) for feature in features]
         carrier: Transport = self.transport
         for each in self.hooks:
             carrier = each.wrap_transport(carrier)
@@ -161,24 +134,13 @@ class Pipeline:
         self._disturbance: str | None = None
         self._first = FirstIterations(synchronizer_of(device))
         """The first iterations of this set of live ranks."""
-        self._works = IterationWork(job, self.book, self.dispatcher, self.rerouting, self._meter)
+        self.works = IterationWork(job, self.book, self.dispatcher, self._meter)
         self._begun_s = 0.0
         self._measuring = Measuring(
-            self._job, self.transport, self.dispatcher, self.telemetry, self.hooks, work_of(call.model_chunks)
+            self.job, self.transport, self.dispatcher, self.telemetry, self.hooks, work_of(call.model_chunks)
         )
-        self._generation = FIRST
-        """The one that links and routes were made for."""
-        self._rank_losses_told = 0
-        self.survival: RecoveryManager | None = None
-        """None where the death of a rank ends the job."""
-        if groups is not None:
-            refuse_fault_tolerance(call, layout, optimizers)
-            hold_copies(self._job, optimizers)
-            if joining is not None:
-                self.iterations, self.training_iterations = joining.counters
-                self._follow(joining.running)
-                joining.meet()
-            self.survival = outlive(self._job, groups, self._interrupt, None if joining is None else joining.joined)
+        for each in self.hooks:
+            each.made(call)
 
     @property
     def counters(self) -> Counters:
@@ -191,9 +153,14 @@ class Pipeline:
         return self.book.in_force
 
     @property
-    def job(self) -> Job:
-        """The job that it is of."""
-        return self._job
+    def cold(self) -> bool:
+        """Return whether the iteration under way is one of the first, which run stock's order."""
+        return self._first.cold
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether an iteration has ended with an error."""
+        return self._failure is not None
 
     def begin(self, call: PipelineCall) -> None:
         """An iteration begins. Raises TransportError after one that failed."""
@@ -215,62 +182,38 @@ class Pipeline:
         if call.forward_only:
             return self.book.evaluation_schedule(call.micro_batches)
         if self.training_iterations >= self.exchange.decides_from:
-            self._follow(self.exchange.decision(self.training_iterations))
+            self.follow(self.exchange.decision(self.training_iterations))
         self.telemetry.switch(self.book.number)
         planned = self.book.schedule_for(call.micro_batches)
         return self.book.whole_schedule(call.micro_batches) if self._first.cold else planned
 
-    def inputs(self, call: PipelineCall) -> RoutableInputs | None:
-        """Return where the data of the iteration's micro-batches come from; None: from the call's own iterators."""
-        if self.rerouting is None or not self.routes(call):
-            return None
-        return self.rerouting.begin(call, self.iterations, cold=self._first.cold)
-
-    def routes(self, call: PipelineCall) -> bool:
-        """Return whether micro-batches of `call` may be computed by other replicas."""
-        return self.rerouting is not None and (self.survival is not None or not call.forward_only)
-
-    def enter(self, call: PipelineCall, generation: Generation) -> None:
-        """Go on with the ranks that live in `generation`, from `call` on; does nothing where that was entered before.
-
-        Links, measuring and planning begin anew, from the plan that the lowest live rank has in force. Raises
-        RuntimeError where that does not say it, EpochEndedError where another rank dies meanwhile.
-        """
-        if generation.id == self._generation:
-            return
-        rerouting, survival = self.rerouting, self.survival
-        assert rerouting is not None
-        assert survival is not None
-        self._generation = generation.id
-        control = self._job.control.in_generation(generation.id)
-        job = self._job._replace(layout=self._job.layout.alive(generation.live), control=control)
-        leads = job.layout.rank == job.layout.leader
-        self.exchange.leave()
-        self._go_on_from(agreed_plan(job, self.running if leads else None, survival.check))
+    def plan_for(self, job: Job, dead: Collection[Cell] = (), *, leads: bool) -> None:
+        """Have plans of `job` made from now on: by a planner process of this rank if it `leads`, by no other rank's
+        before. `dead`: cells that take no work."""
         number = 0 if self.planner is None else self.planner.number
         self.planner = None
         if leads:
-            dead = generation.dead_cells
             self.planner = make_planner(job, self.book, self._config, self._policy, self.telemetry, dead, number)
-        rerouting.enter(generation, control, self.planner, survival.check)
-        first = self.training_iterations
-        self.exchange = PlanExchange(job.control, job.layout, self.planner, job.timeout_s, first=first)
-        if not generation.dead_cells:
-            resume = functools.partial(self.dispatcher.resume, job.control, job.layout)
-            interruptible(resume, survival.check, job.timeout_s, "what the ranks of a cell follow one of them by")
-        survival.check()  # what interrupted the exchange may have come before this one
+
+    def begin_anew(self, call: PipelineCall, *, degraded: bool) -> None:
+        """Go on from `call` with other links, whose paths and first iterations nothing is known of. `degraded`: cells
+        are dead."""
+        self.degraded = degraded
         self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
         self._first.begin(call)
-        self.telemetry.lead(leads=leads)
 
     def run(
         self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
     ) -> IterationReport:
         """All actions of this rank. `attempt`: number of the try at the iteration. Raises TransportError when a peer
         fails."""
-        routes = self.routes(call)
-        work = self._works.work(call, schedule, self.iterations, attempt, routes=routes, cold=self._first.cold)
-        program, addresses, account, steps = work
+        make: Callable[[], Work] = functools.partial(
+            self.works.planned, call, schedule, self.iterations, cold=self._first.cold
+        )
+        for each in self.hooks:
+            make = functools.partial(each.choose_work, make, call, schedule)
+        program, addresses, account, steps = make()
+        addresses = replace(addresses, attempt=attempt)
         self._sent_all = False
         if self._meter is not None and not call.forward_only:
             self._meter.begin(self.book.number)
@@ -282,8 +225,6 @@ class Pipeline:
         self._first.end()
         for each in self.hooks:
             each.commit(call)
-        if self.rerouting is not None and self.routes(call):
-            self.rerouting.ended(forward_only=call.forward_only)
         ended = EndedIteration(
             call, report, self.iterations, self.training_iterations, self._begun_s, self._disturbance, None
         )
@@ -295,26 +236,18 @@ class Pipeline:
             self._disturbances.ended(now_s)
             seconds = now_s - self._begun_s
             ended = ended._replace(seconds=seconds)
-            figures = rank_figures(self.transport, report, self.book.number, seconds, self.survival)
-            self.telemetry.trained(figures, *path_states(self.transport, self._job.layout.pipeline))
+            figures = rank_figures(self.transport, report, self.book.number, seconds)
+            for each in self.hooks:
+                figures = each.wrap_figures(figures)
+            self.telemetry.trained(figures, *path_states(self.transport, self.job.layout.pipeline))
             self.training_iterations += 1
-        self._tell_rank_losses()
+        for each in self.hooks:
+            each.end(call)
         self.iterations += 1
         self._sent_all = True
         self._measuring.unsettled = ended
         if report.over():
             self._measuring.settle(self.exchange, self._steering)
-
-    def _tell_rank_losses(self) -> None:
-        survival = self.survival
-        if survival is None:
-            return
-        leads = self._job.layout.rank == min(survival.generation.live)
-        moved = () if self.rerouting is None else self.rerouting.moved_from_dead
-        rank_losses = survival.rank_losses[self._rank_losses_told :] if leads else ()
-        for change in membership_events(rank_losses, survival.take_returns(), moved):
-            self.telemetry.log(change)
-        self._rank_losses_told = len(survival.rank_losses)
 
     def fail(self, cause: BaseException) -> None:
         """An iteration has ended with an error. It is logged, what is under way is aborted, and the peers learn why.
@@ -322,16 +255,13 @@ class Pipeline:
         if not self._owner.is_this:
             return  # in a child that was forked in this iteration, whose links are its parent's
         self._sent_all, self._failure, self._measuring.unsettled = False, cause, None
-        ending = None
-        if self.survival is not None:
-            self.survival.end_with(cause)
-        else:
-            ending = end_job(self._job.control, self._job.layout, cause)
+        for each in self.hooks:
+            each.fail(cause)
         if isinstance(self.transport, TwoPathTransport):
             self.transport.report_failure(f"{type(cause).__name__}: {cause}")
         self.transport.close(drained=False)
-        if ending is not None:
-            ending.wait()
+        for each in self.hooks:
+            each.failed()
 
     def close(self) -> bool:
         """Release transport, threads and trace files, once the peers have what the last iteration sent.
@@ -348,15 +278,13 @@ class Pipeline:
                 logger.warning("closing although not everything sent has been received: %s", cause)
         ended = self.transport.close(drained=self._sent_all)
         self.exchange.close()
-        if self.survival is not None:
-            self.survival.close(well=self._failure is None)
-        self._clock.close()
         for each in self.hooks:
             each.close()
+        self._clock.close()
         self.telemetry.close()
         return ended
 
-    def _interrupt(self, cause: str) -> None:
+    def interrupt(self, cause: str) -> None:
         """Wake all waits of this rank, from another thread: the set of live ranks has changed."""
         if isinstance(self.transport, TwoPathTransport):
             self.transport.abort(cause)
@@ -367,15 +295,16 @@ class Pipeline:
         policy = self._policy
         if not isinstance(self.transport, TwoPathTransport) or policy is None or self.book.observes:
             return None
-        return LinkSteering(self.transport, self._job.layout.pipeline, policy.preferred)
+        return LinkSteering(self.transport, self.job.layout.pipeline, policy.preferred)
 
-    def _go_on_from(self, decision: Decision) -> None:
+    def go_on_from(self, decision: Decision) -> None:
         """All of this rank's plans but `decision` are of ranks that may be dead."""
         self.book.forget()
-        self._works.forget()
-        self._follow(decision)
+        self.works.forget()
+        self.follow(decision)
 
-    def _follow(self, decision: Decision) -> None:
+    def follow(self, decision: Decision) -> None:
+        """Do as was decided."""
         told, order, forecast, paths = (
             decision.told or TelemetrySection(),
             decision.order,
@@ -386,18 +315,18 @@ class Pipeline:
         if told.policy and told.policy != self.book.policy:
             self.book.follow(told.policy)
             self.dispatcher.keeps_plan = self.book.observes
-            self._works.forget()
+            self.works.forget()
             if told.policy == "off":
                 self.exchange.leave()
         if order is not None:
             planned = schedule_from_csv(order.csv, chunks=self.book.layout.chunks)
             costs = costs_from_json(json.loads(order.costs))
             self.book.install(planned, decision.number, order.caps, order.released_at_backward_input, costs)
-            self._works.forget()
+            self.works.forget()
         self.book.number = max(self.book.number, decision.number)  # a given plan has a number, too
         self.telemetry.switch(self.book.number, **({} if forecast is None else asdict(forecast)))
-        if self.rerouting is not None:
-            self.rerouting.follow(decision.routing)
+        for each in self.hooks:
+            each.follow(decision)
         if paths is not None:
             self.dispatcher.all_by_host_path = self._prefers_host and not paths.diverted
             if self._steering is not None:

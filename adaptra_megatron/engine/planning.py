@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from adaptra_megatron.common.job.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import exchange_place
-from adaptra_megatron.control.decisions import Decision, TelemetrySection, decision_of
+from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings, SharedRequests
 from adaptra_megatron.control.order.plan_book import PlanState
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
 from adaptra_megatron.control.planner_process.planner_messages import Begin
 from adaptra_megatron.control.routes.route_decider import RoutePolicy
-from adaptra_megatron.elastic.awaiting import said_by_one
-from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.engine.listening import listen_for
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
@@ -97,23 +94,6 @@ def accepted(policy: str, config: AdaptraConfig) -> str:
             "policy %s was asked for and cannot be had while the job runs: %s; restart it for that", policy, why
         )
     return "" if why else policy
-
-
-def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:
-    """The plan from which all ranks of `job`, those that live, go on. `mine`: of the leader; None on all other ranks.
-    `check`: raises once another rank has died.
-
-    Raises LateRankError where the leader does not say it within the timeout.
-    """
-    said, timeout_s = None if mine is None else encoded(mine), job.timeout_s
-    with job.control.lent("plan", timeout_s) as store:
-        try:
-            return decision_of(said_by_one(store, "in force", said, timeout_s, check))
-        except TimeoutError as cause:
-            raise LateRankError(
-                f"{job.layout.name(job.layout.leader)} has not said which plan is in force within {timeout_s:g} s "
-                "(--adaptra-timeout-s); look at its log"
-            ) from cause
 
 
 def _routes(layout: JobLayout, config: AdaptraConfig, dead: Collection[Cell]) -> RoutePolicy | None:

@@ -24,12 +24,15 @@ from adaptra_megatron.common.job.gathering import epoch_group
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import encoded
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.clocks.clock_service import RelatedClock
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.elastic.failure_errors import LateRankError, of_backend
 from adaptra_megatron.elastic.generation import Generation
 from adaptra_megatron.elastic.job_joining import PATIENCE_S, JoinResult, RejoiningLateError, RejoiningRank
 from adaptra_megatron.elastic.live_groups import interruptible
-from adaptra_megatron.engine.training_job import Job, joined_job
+from adaptra_megatron.engine.training_job import Counters, Job, JobEntry, Result
+from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.state.training_state import (
     StateError,
     StateReceiver,
@@ -97,11 +100,10 @@ def settings_of(arguments: Any) -> dict[str, str]:
     return {f"--{name.replace('_', '-')}": str(found[name]) for name in _SETTINGS if name in found}
 
 
-class Counters(NamedTuple):
-    """Numbers of iterations that have run: all, and those of training."""
-
-    iterations: int
-    training_iterations: int
+def joined_job(joined: JoinResult, timeout_s: float) -> Job:
+    """The job of a process that takes the place of a rank that had left. Its clock is related to none of another host,
+    so that its trace may be off by what the clocks differ in."""
+    return Job(joined.layout, joined.control, RelatedClock(0.0), timeout_s)
 
 
 class Joining(NamedTuple):
@@ -125,6 +127,28 @@ class Joining(NamedTuple):
     def meet(self) -> None:
         """See `RejoiningRank.meet`."""
         self.newcomer.meet(self.joined)
+
+
+class RejoiningEntry(JobEntry):
+    """Entry of a pipeline in a process that takes the place of a failed rank."""
+
+    rejoins = True
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining, self.counters = joining, joining.counters
+
+    def job(self, call: PipelineCall, config: AdaptraConfig) -> Job:
+        """See JobEntry."""
+        return self._joining.job
+
+    def control(self, job: Job) -> ControlStore:
+        """See JobEntry."""
+        joined = self._joining.joined
+        return joined.control.in_generation(joined.generation.id)
+
+    def wait(self, wait: Callable[[], Result], what: str) -> Result:
+        """See JobEntry. Other ranks of the cell may fail before they come: raises as `Joining.check` then."""
+        return interruptible(wait, self._joining.check, self._joining.newcomer.timeout_s, what)
 
 
 class Handing(NamedTuple):

@@ -8,42 +8,32 @@ import functools
 import gc
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 
 import adaptra_megatron
 from adaptra_megatron.common.child_process import OwningProcess
 from adaptra_megatron.common.job.gathering import gather
-from adaptra_megatron.common.job.membership import MembershipRecords
 from adaptra_megatron.common.log import is_first_rank, logger_of
 from adaptra_megatron.common.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.stage_memory import MemorySource
-from adaptra_megatron.elastic.commit import Word
-from adaptra_megatron.elastic.generation import FIRST, Generation
-from adaptra_megatron.elastic.job_joining import RejoiningRank
-from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
 from adaptra_megatron.engine.features import Decorate, make_features
-from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
-from adaptra_megatron.engine.outliving import CONNECT_S
+from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature
 from adaptra_megatron.engine.pipeline import Pipeline
 from adaptra_megatron.engine.rank_transports import keeps_stock
-from adaptra_megatron.engine.rejoining import Joining, Training, hand_over, take_place
 from adaptra_megatron.engine.single_stage import ONE_STAGE, SingleStage
-from adaptra_megatron.megatron.computation import MegatronComputation, StageComputation
+from adaptra_megatron.megatron.computation import MegatronComputation, StageComputation, stock_inputs
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
 from adaptra_megatron.megatron.megatron_call import PipelineCall, config_of, pipeline_call
 from adaptra_megatron.megatron.megatron_iteration import (
     finish_gradients,
-    forget_gradients,
     iteration,
 )
 from adaptra_megatron.megatron.refusals import kept_in_order
-from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
@@ -51,6 +41,9 @@ from adaptra_megatron.transport.device_session.link_watch import end_process
 from adaptra_megatron.transport.gpu.hardware_queues import NO_PLAN_FASTER
 from adaptra_megatron.transport.gpu.training_device import current_device
 from adaptra_megatron.transport.message_keys import TwoPathTransport
+
+if TYPE_CHECKING:
+    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
 
 logger = logger_of(__name__)
 
@@ -88,28 +81,12 @@ class AdaptraRuntime:
         """What the last training iteration ran."""
         self.runs_actions = False
         """True while actions of an iteration run."""
-        self.sharded_optimizers: list[Any] = []
-        """Megatron's distributed optimizers, where training survives rank failures."""
         self._config = config
         self.weight_gradients = queue
         self._engine_layers = EngineLayers(queue)
-        self._features = make_features(config, decorate)
-        self._memory, self._groups = memory, groups
-        if groups is not None:
-            groups.gather = self._gather
-        self.conservation = None if groups is None else Conservation()
-        """Counts micro-batches in gradients, where training survives rank failures."""
-        self._conserved: Conserved | None = None
-        """What the gradients of the last attempt were found to hold."""
-        self._digested = FIRST
-        """The last generation whose state has been compared between replicas."""
-        self._digest: bytes | None = None
-        """Of the state with which the attempt under way has begun, where that is to be compared."""
+        self._features = make_features(config, decorate, groups)
+        self._memory = memory
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
-        self.training: Training | None = None
-        """What the training script trains with, once it has said so: for ranks that are started again."""
-        self._joining: Joining | None = None
-        """Until its first iteration, of a process that takes the place of a rank that had left."""
         self._single: SingleStage | None = None
         """Where stock's own schedule runs."""
         self._is_on = False
@@ -181,39 +158,15 @@ class AdaptraRuntime:
             self._single = SingleStage(arguments, self._config, why, self._features)
         return self._carry_out(functools.partial(self._single.run, stock, arguments), arguments)
 
-    def take_place(self) -> Mapping[str, Any] | None:
-        """Have this process, if it takes the place of a rank that had left, go on where the others are. Called before
-        data are read for the first iteration, with `training` known.
-
-        Returns the others' progress once this process has their parameters and optimizer state; None where it takes no
-        place, or has it already. Raises as `rejoining.take_place`.
-        """
-        groups = self._groups
-        if groups is None or groups.place is None or self.training is None or self._joining is not None:
-            return None
-        settings = {**self._config.common, **self.training.settings}
-        newcomer = RejoiningRank(groups.place, MembershipRecords.of_rank(CONNECT_S), self._config.timeout_s, settings)
-        self._joining, progress = take_place(newcomer, self.training)
-        return progress
-
     def save(self, write: Callable[[], Any]) -> Any:
         """Have `write`, which is collective over the job, write a checkpoint; its result.
 
-        Where training survives rank failures, it sees those that live, numbered from 0, as if they were all; and it is
-        called again where one dies meanwhile. Raises what `write` raises.
+        Where training survives rank failures, see `FaultTolerance.save`. Raises what `write` raises.
         """
         self.settle()
-        survivals = [each.survival for each in self._pipelines.values() if each.survival is not None]
-        if not survivals or self._groups is None:
-            return write()
-        groups = self._groups
-
-        def attempt(generation: Generation, number: int) -> Any:
-            groups.gather_missed()
-            with groups.numbered_alive():
-                return write()
-
-        return survivals[0].carry_out(attempt)
+        for each in self._features:
+            write = functools.partial(each.save, write)
+        return write()
 
     def settle(self) -> None:
         """Make parameters and optimizer what they are in stock at this point: for scripts that read them between two
@@ -225,65 +178,22 @@ class AdaptraRuntime:
         if call.forward_only:
             self.settle()
         pipeline.begin(call)
-        if pipeline.survival is None:
-            run: Attempt = functools.partial(self._attempt, pipeline)
-            for each in pipeline.hooks:
-                run = _carried_out(each, run)
-            ran = run(call, 0)
-        else:
-            attempt = functools.partial(self._attempt_among, pipeline, call)
-            ran = pipeline.survival.carry_out(attempt, trains=not call.forward_only)
-            self._digested, self._digest, self._conserved = pipeline.survival.generation.id, None, None
+        run: Attempt = functools.partial(self._attempt, pipeline)
+        for each in pipeline.hooks:
+            run = functools.partial(each.carry_out, run)
+        ran = run(call, 0)
         if not call.forward_only:
             self.peak_in_flight = max(self.peak_in_flight, ran.report.peak_in_flight)
             self.last_schedule = ran.schedule
         pipeline.end(call, ran.report)
         return ran.losses
 
-    def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, generation: Generation, number: int) -> Attempted:
-        """`number`: of tries that did not commit, in which other ranks may have died."""
-        pipeline.enter(call, generation)
-        if self._groups is not None:
-            self._groups.gather_missed()
-        if number and not call.forward_only:
-            forget_gradients(call)
-        assert pipeline.survival is not None
-        self._digest = None
-        if generation.id != self._digested:
-            scheduler = None if self.training is None else self.training.scheduler
-            steps = 0 if scheduler is None else int(scheduler.num_steps)
-            self._digest = digest_of(call.model_chunks, pipeline.iterations, steps)
-        self._conserved = None
-        # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
-        return self._attempt(pipeline, call, pipeline.survival.turn, degraded=bool(generation.dead_cells))
-
-    def _word(self, pipeline: Pipeline, word: Word) -> Word:
-        """Add to what this rank comes with to the end of an attempt: the tokens that its gradients hold, and in the
-        first attempt of a generation the state that it has begun with."""
-        worker = pipeline.job.layout.workers[pipeline.job.layout.rank]
-        if self._digest is not None:
-            place = f"stage {worker.cell.stage}, lane {worker.lane}"
-            word = replace(word, digests={place: self._digest.hex()})
-        found = self._conserved
-        if found is None or found.tokens is None or found.divisor is None:
-            return word
-        return replace(word, tokens=found.tokens, divisors=(found.divisor,))
-
-    def _gather(self) -> None:
-        """Gather parameters from the shards that are stepped."""
-        for optimizer in self.sharded_optimizers:
-            for chunk in optimizer.model_chunks:
-                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                    group.param_gather_handle = None
-                chunk.start_param_sync(force_sync=True)
-
-    def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> Attempted:
+    def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int) -> Attempted:
         schedule = pipeline.schedule(call)
-        conservation = None if call.forward_only else self.conservation
-        if conservation is not None:
-            conservation.begin(call.model_chunks)
-        count = None if conservation is None else conservation.count
-        computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call), count)
+        inputs = stock_inputs(call)
+        for each in pipeline.hooks:
+            inputs = each.wrap_inputs(call, inputs)
+        computation = MegatronComputation(call, self.weight_gradients, inputs)
         decorated: StageComputation = computation
         for each in pipeline.hooks:
             decorated = each.wrap_computation(call, decorated)
@@ -294,27 +204,16 @@ class AdaptraRuntime:
             finally:
                 self.runs_actions = False
             if not call.forward_only:
-                # Summing them over the replicas is done in place.
-                counted = self.conservation is not None and call.config.calculate_per_token_loss
-                tokens = computation.tokens.clone() if counted else None
-                finish_gradients(call, computation.tokens, embedding, degraded=degraded)
-                self._conserved = self._verify(call, tokens, computation.tokens)
+                finish: Callable[[], None] = functools.partial(
+                    finish_gradients, call, computation.tokens, embedding, degraded=pipeline.degraded
+                )
+                for each in pipeline.hooks:
+                    finish = functools.partial(each.finish, finish, call, computation.tokens)
+                finish()
             losses = computation.losses
-            if pipeline.rerouting is not None and pipeline.routes(call):
-                losses = pipeline.rerouting.end(losses)
+            for each in pipeline.hooks:
+                losses = each.wrap_losses(call, losses)
         return Attempted(report, schedule, losses)
-
-    def _verify(self, call: PipelineCall, tokens: torch.Tensor | None, divisor: torch.Tensor) -> Conserved | None:
-        """None where the job does not survive rank failures. `tokens`: None unless losses are per token. Raises as
-        `Conservation.verify`."""
-        if self.conservation is None or self._groups is None:
-            return None
-        self._groups.synchronize()
-        if tokens is None:
-            return self.conservation.verify(call)
-        # Tensor-parallel ranks of a cell have the same tokens.
-        contributed = tokens if call.groups.tp.rank() == 0 else torch.zeros_like(tokens)
-        return self.conservation.verify(call, contributed, divisor)
 
     def last_plan(self) -> tuple[int, str] | None:
         """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran; None where
@@ -328,7 +227,6 @@ class AdaptraRuntime:
     def summary(self) -> dict[str, Any]:
         """Return what ran, for reports and tests: plain numbers and text; on the leading rank also the costs it
         measured."""
-        reroutings = [each.rerouting for each in self._pipelines.values() if each.rerouting is not None]
         return {
             "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values())
             + (0 if self._single is None else self._single.training_iterations),
@@ -340,8 +238,6 @@ class AdaptraRuntime:
             "measured_costs": self._measured_costs(),
             "online_iterations": sum(pipeline.dispatcher.online_iterations for pipeline in self._pipelines.values()),
             "moved_actions": sum(pipeline.dispatcher.moved_actions for pipeline in self._pipelines.values()),
-            "routed_iterations": sum(each.routed_iterations for each in reroutings),
-            "swapped_micro_batches": sum(each.swapped_micro_batches for each in reroutings),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
             **{name: value for each in self._features for name, value in each.summary().items()},
         }
@@ -416,30 +312,14 @@ class AdaptraRuntime:
         return pipeline
 
     def _new_pipeline(self, call: PipelineCall) -> Pipeline:
-        made = Pipeline(
-            *(call, self._config, self._features, self._memory, self._groups, self.sharded_optimizers),
-            self._joining,
-        )
-        self._joining = None
-        return made
+        return Pipeline(call, self._config, self._features, self._memory)
 
     def _keep(self, pipeline: Pipeline, call: PipelineCall) -> None:
         self._pipelines[_identity(call)] = pipeline
-        if pipeline.survival is not None:
-            pipeline.survival.word = functools.partial(self._word, pipeline)
-        if pipeline.survival is not None and self.training is not None:
-            pipeline.survival.enable_rejoin(
-                functools.partial(hand_over, self.training, pipeline),
-                {**self._config.common, **self.training.settings},
-            )
         self.weight_gradients.leave_whole(call.model_chunks)
         self._engine_layers.split(call.model_chunks, call.config)
         if self._config.policy == "adapt":
             _warn_of_other_draws(call)
-
-
-def _carried_out(hooks: IterationHooks, attempt: Attempt) -> Attempt:
-    return lambda call, number: hooks.carry_out(attempt, call)
 
 
 def _identity(call: PipelineCall) -> tuple[int, ...]:

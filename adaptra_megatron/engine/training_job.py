@@ -5,8 +5,8 @@ it."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -17,9 +17,11 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.clocks.clock_service import RelatedClock
 from adaptra_megatron.control.clocks.clocks import ClockSettings, relate_clocks
 from adaptra_megatron.control.control_loop import exchange_error
-from adaptra_megatron.elastic.job_joining import JoinResult
+from adaptra_megatron.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.transport.gpu.training_device import current_device, pci_bus_id
 from adaptra_megatron.transport.setup.rnic_affinity import RnicError, rank_rnics
+
+Result = TypeVar("Result")
 
 
 class Job(NamedTuple):
@@ -34,10 +36,31 @@ class Job(NamedTuple):
     --distributed-timeout-minutes."""
 
 
-def joined_job(joined: JoinResult, timeout_s: float) -> Job:
-    """The job of a process that takes the place of a rank that had left. Its clock is related to none of another host,
-    so that its trace may be off by what the clocks differ in."""
-    return Job(joined.layout, joined.control, RelatedClock(0.0), timeout_s)
+class Counters(NamedTuple):
+    """Numbers of iterations that have run: all, and those of training."""
+
+    iterations: int
+    training_iterations: int
+
+
+class JobEntry:
+    """How a pipeline comes into its job: with all other ranks, at its first call."""
+
+    rejoins = False
+    """True where the others have begun before."""
+    counters = Counters(0, 0)
+
+    def job(self, call: PipelineCall, config: AdaptraConfig) -> Job:
+        """Return the rank's view of the job. Collective, and raises, as `join_job`."""
+        return join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
+
+    def control(self, job: Job) -> ControlStore:
+        """Return the part of the job's store that links and exchange are set up by."""
+        return job.control
+
+    def wait(self, wait: Callable[[], Result], what: str) -> Result:
+        """Return the result of `wait`, which waits for other ranks of the cell. `what` it waits for is for errors."""
+        return wait()
 
 
 def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]], config: AdaptraConfig) -> Job:

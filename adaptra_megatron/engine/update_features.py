@@ -27,9 +27,8 @@ class StaggeredSteps(EngineFeature):
         super().__init__()
         self.optimizer = StaggeredOptimizer()
 
-    def hooks(self, pipeline: Pipeline, call: PipelineCall) -> IterationHooks:
-        """See EngineFeature. Raises UnsupportedFeatureError for settings that such steps cannot have."""
-        refuse_for_staggering(call.config)
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
+        """See EngineFeature."""
         return StaggeredIterations(pipeline, self.optimizer)
 
     def settle(self) -> None:
@@ -48,16 +47,20 @@ class StaggeredIterations(IterationHooks):
         super().__init__(pipeline)
         self._optimizer = optimizer
 
-    def carry_out(self, attempt: Attempt, call: PipelineCall) -> Attempted:
+    def made(self, call: PipelineCall) -> None:
+        """See IterationHooks. Raises UnsupportedFeatureError for settings that such steps cannot have."""
+        refuse_for_staggering(call.config)
+
+    def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
         """See IterationHooks. After a step that may have to be taken back, all ranks come to the end of a first
         attempt, for what they have sent each other; if it was taken back, that attempt counts for nothing."""
         if not self._optimizer.unvalidated:
-            return attempt(call, 0)
+            return attempt(call, number)
         repeatable = RepeatableIteration(call)
-        ran = attempt(repeatable.call, 0)
+        ran = attempt(repeatable.call, number)
         if self._optimizer.settle():
             repeatable.rewind()
-            ran = attempt(repeatable.call, 1)
+            ran = attempt(repeatable.call, number + 1)
         return ran
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:

@@ -82,6 +82,11 @@ class Input(NamedTuple):
     """Within its replica's iteration."""
 
 
+def stock_inputs(call: PipelineCall) -> Callable[[int, int], Input]:
+    """Return the inputs that stock has: each chunk's from the call's own iterator, in order."""
+    return lambda chunk, micro_batch: Input(call.data_iterators[chunk], micro_batch)
+
+
 class MegatronComputation:
     """StageComputation for one iteration of a Megatron model."""
 
@@ -89,20 +94,17 @@ class MegatronComputation:
         self,
         call: PipelineCall,
         queue: WeightGradientQueue,
-        inputs: Callable[[int, int], Input] | None = None,
-        count: Callable[[torch.nn.Module], None] | None = None,
+        inputs: Callable[[int, int], Input],
     ) -> None:
-        """`inputs`: asked before each forward, by chunk and micro-batch; None: stock's. `count`: called with a chunk of
-        the model before what completes a micro-batch's gradients of it, and so before a reduction can start."""
+        """`inputs`: asked before each forward, by chunk and micro-batch."""
         self.losses: list[Any] = []
         """What the loss functions returned, in forward order: stock's forward_data_store."""
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
         self._call = call
         self._forward_step_func = _owned_forward_step(call.forward_step_func)
         self._queue = queue
-        self._count = count or (lambda chunk: None)
         self._left: dict[tuple[int, int], list[DelayedGradient]] = {}
-        self._inputs = inputs or (lambda chunk, micro_batch: Input(call.data_iterators[chunk], micro_batch))
+        self._inputs = inputs
         self._begun: set[int] = set()
         """Chunks that have run a forward."""
 
@@ -143,7 +145,6 @@ class MegatronComputation:
     ) -> torch.Tensor | None:
         model, config = self._call.model_chunks[chunk], self._call.config
         if not split:
-            self._count(model)
             return backward_step(model, input_tensor, output_tensor, output_gradient, config)
         with self._queue.collect() as left:
             input_gradient = backward_step(model, input_tensor, output_tensor, output_gradient, config)
@@ -151,7 +152,6 @@ class MegatronComputation:
         return input_gradient
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
-        self._count(self._call.model_chunks[chunk])
         self._queue.compute(self._left.pop((chunk, micro_batch)))
 
 

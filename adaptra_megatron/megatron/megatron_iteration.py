@@ -91,7 +91,7 @@ def _divide_by_tokens(call: PipelineCall, tokens: torch.Tensor) -> None:
 
 
 # An iteration that runs again because a staggered optimizer step was taken back: its data and its random numbers.
-# Iterations are redone after a death by `runtime.AdaptraRuntime._attempt_among`.
+# Iterations are redone after a failure by `fault_tolerance.Recovery`.
 
 
 class RepeatableIteration:

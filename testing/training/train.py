@@ -151,18 +151,20 @@ class Trainer:
 
     def _take_place(self) -> None:
         """Go on from where the others are, if this process is started again."""
-        if self._runtime is None:
+        if self._runtime is None or self.args.adaptra_reroute not in ("failures", "all"):
             return
+        from adaptra_megatron.engine.fault_tolerance import FaultTolerance
         from adaptra_megatron.engine.rejoining import Training, settings_of
 
-        self._runtime.training = Training(
+        feature = self._runtime.feature(FaultTolerance)
+        feature.training = Training(
             self.model,
             self.optimizer,
             self.scheduler,
             lambda: {"iteration": self.iteration},
             settings_of(self.args),
         )
-        if (progress := self._runtime.take_place()) is not None:
+        if (progress := feature.take_place()) is not None:
             self.iteration = progress["iteration"]
 
     def _train_step(self, iterators: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,16 +14,13 @@ import torch
 from adaptra_megatron import __version__
 from adaptra_megatron.common.job.layout import JobLayout
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.decisions import Moved
-from adaptra_megatron.elastic.job_joining import Return
-from adaptra_megatron.elastic.survival import RankFailure, RecoveryManager
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.megatron.compat import megatron_version
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
 from adaptra_megatron.telemetry.events.changes import PathState
-from adaptra_megatron.telemetry.events.events import RanksLost, RanksReturned, RunStarted
-from adaptra_megatron.telemetry.figures.scalars import FailureMetrics, RankFigures
+from adaptra_megatron.telemetry.events.events import RunStarted
+from adaptra_megatron.telemetry.figures.scalars import RankFigures
 from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
 from adaptra_megatron.transport.link_paths import PathCounters
 from adaptra_megatron.transport.message_keys import Direction, MessageTimes, Transport, TwoPathTransport
@@ -106,9 +103,7 @@ def arrival_records(stage: int, received: Sequence[MessageTimes]) -> list[Arriva
     ]
 
 
-def rank_figures(
-    transport: Transport, report: IterationReport, plan_number: int, seconds: float, survival: RecoveryManager | None
-) -> RankFigures:
+def rank_figures(transport: Transport, report: IterationReport, plan_number: int, seconds: float) -> RankFigures:
     """Figures of a training iteration that took `seconds`, for TensorBoard and Prometheus."""
     links = _paths(transport).values()
     by_path = {
@@ -120,39 +115,6 @@ def rank_figures(
         peak_in_flight=report.peak_in_flight,
         plan_number=plan_number,
         messages_by_path=by_path if links else {},
-        lost=None if survival is None else _loss_figures(survival),
-    )
-
-
-def membership_events(
-    rank_losses: Sequence[RankFailure], returns: Sequence[Return], moved: Sequence[Moved]
-) -> Iterator[RanksLost | RanksReturned]:
-    """Events of ranks that were lost and that came back. `moved`: by the routes since then."""
-    for loss in rank_losses:
-        yield RanksLost(
-            epoch=loss.epoch,
-            ranks=loss.ranks,
-            dead_cells=tuple(map(str, loss.dead_cells)),
-            live=loss.live,
-            seconds=loss.seconds,
-            moved=moved,
-        )
-    for each in returns:
-        yield RanksReturned(
-            epoch=each.generation.id.membership,
-            ranks=each.ranks,
-            dead_cells=tuple(map(str, sorted(each.generation.dead_cells))),
-            live=len(each.generation.live),
-            seconds=each.seconds,
-            moved=moved,
-        )
-
-
-def _loss_figures(survival: RecoveryManager) -> FailureMetrics:
-    return FailureMetrics(
-        dead_cells=sorted((cell.replica, cell.stage) for cell in survival.generation.dead_cells),
-        ranks=survival.ranks_lost,
-        seconds={loss.epoch: loss.seconds for loss in survival.rank_losses},
     )
 
 

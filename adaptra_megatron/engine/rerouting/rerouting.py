@@ -6,22 +6,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
 from adaptra_megatron.common.job.control_store import ControlStore
 from adaptra_megatron.common.job.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.control.decisions import Moved, RoutingSection
-from adaptra_megatron.control.order.plan_book import PlanState
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.decisions import Decision, Moved, RoutingSection
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
 from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders, moved_by
 from adaptra_megatron.elastic.awaiting import said_by_one
 from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.elastic.generation import Generation
 from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
+from adaptra_megatron.engine.iteration_hooks import EngineFeature, Inputs, IterationHooks
+from adaptra_megatron.engine.iteration_work import Work
 from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs, receives_wait
-from adaptra_megatron.engine.training_job import Job
+from adaptra_megatron.megatron.gradients.gradient_sync import gather_parameters
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
@@ -30,7 +32,10 @@ from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule
 from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, needed, produced
-from adaptra_megatron.transport.message_keys import Transport, TransportError, TwoPathTransport
+from adaptra_megatron.transport.message_keys import TransportError, TwoPathTransport
+
+if TYPE_CHECKING:
+    from adaptra_megatron.engine.pipeline import Pipeline
 
 logger = logger_of(__name__)
 
@@ -181,27 +186,44 @@ def _message(message: OrderedMessage | None, action: CellAction, layout: JobLayo
     )
 
 
-class Rerouting:
-    """For the life of the job. Links to other replicas' cells are opened when routes lead there, and closed after."""
+class ReroutedTraining(EngineFeature):
+    """Micro-batches that other replicas compute."""
 
-    def __init__(
-        self,
-        job: Job,
-        transport: Transport,
-        planner: PlannerClient | None,
-        book: PlanState,
-        *,
-        swap: bool,
-        joins: bool = False,
-    ) -> None:
-        """`planner`: of the leader; None on all other ranks. `swap`, `joins`: see `RoutableInputs`. Raises
+    def __init__(self, config: AdaptraConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._reroutings: list[Rerouting] = []
+
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
+        """See EngineFeature. Raises TransportError where no links can be opened while the job runs."""
+        config = self._config
+        found = Rerouting(pipeline, swap=config.avoids_stragglers, evaluates=config.is_fault_tolerant)
+        self._reroutings.append(found)
+        return found
+
+    def summary(self) -> Mapping[str, Any]:
+        """See EngineFeature."""
+        return {
+            "routed_iterations": sum(each.routed_iterations for each in self._reroutings),
+            "swapped_micro_batches": sum(each.swapped_micro_batches for each in self._reroutings),
+        }
+
+
+class Rerouting(IterationHooks):
+    """One rank's. Links to other replicas' cells are opened when routes lead there, and closed after."""
+
+    def __init__(self, pipeline: Pipeline, *, swap: bool, evaluates: bool) -> None:
+        """`swap`: see `RoutableInputs`. `evaluates`: whether evaluations are routed, too, around dead cells. Raises
         TransportError where no links can be opened while the job runs."""
+        super().__init__(pipeline)
+        transport = pipeline.transport
         if not isinstance(transport, TwoPathTransport):
             raise TransportError(
                 "--adaptra-reroute opens links between replicas while the job runs, which the host path can carry: use "
                 "--adaptra-host-transport auto, and see above why links have one path"
             )
-        self._job, self._planner, self._book, self._swap, self._joins = job, planner, book, swap, joins
+        self._job, self._planner, self._book = pipeline.job, pipeline.planner, pipeline.book
+        self._swap, self._evaluates = swap, evaluates
         self._two_paths: TwoPathTransport = transport
         self._inputs: RoutableInputs | None = None
         self._routing = RoutingSection(0, 0)
@@ -220,18 +242,17 @@ class Rerouting:
         self.routed_iterations = 0
         """How many were, so far."""
 
-    def begin(self, call: PipelineCall, iteration: int, *, cold: bool) -> RoutableInputs:
-        """A training iteration begins; returns where its inputs come from. The first time, collective over the job.
-        `cold`: whether it is to run stock's order (see `FirstIterations`).
-
-        Raises UnsupportedFeatureError where replicas cannot take each other's micro-batches.
-        """
+    def wrap_inputs(self, call: PipelineCall, inputs: Inputs) -> Inputs:
+        """See IterationHooks. The first time, collective over the job. Raises UnsupportedFeatureError where replicas
+        cannot take each other's micro-batches."""
+        if not self._routes(call):
+            return inputs
         if self._inputs is None:
             layout, control = self._job.layout, self._job.control
             self._inputs = RoutableInputs(
                 *(call, control, layout, self._job.timeout_s),
                 swap=self._swap,
-                joins=self._joins,
+                joins=self.pipeline.rejoins,
                 check=lambda: self._check(),
             )
             self._pinned = _pinned(self._inputs, call)
@@ -241,11 +262,11 @@ class Rerouting:
         self._follows = (
             self._order is not None
             and self._routing.micro_batches == call.micro_batches
-            and not (cold or call.forward_only)
+            and not (self.pipeline.cold or call.forward_only)
         )
         self._routed = self._follows or self._degraded is not None
         slowness = self._routing.slowness
-        self._inputs.begin(call, iteration, routed=self._routed, slowness=slowness, dead=self._dead)
+        self._inputs.begin(call, self.pipeline.iterations, routed=self._routed, slowness=slowness, dead=self._dead)
         return self._inputs
 
     def enter(
@@ -291,18 +312,28 @@ class Rerouting:
         """Number of other replicas' micro-batches that this one has taken by swaps, so far."""
         return 0 if self._inputs is None else self._inputs.swapped
 
-    def follow(self, routing: RoutingSection | None) -> None:
-        """What was decided; None: nothing new."""
+    def follow(self, decision: Decision) -> None:
+        """See IterationHooks."""
+        routing = decision.routing
         if routing is None:
             return
         layout = self._job.layout
         self._routing, self._program = routing, None
         self._order = CellOrder.unpacked(routing.orders[str(layout.cell)]) if routing.number else None
 
-    def order(self, call: PipelineCall, schedule: Schedule) -> tuple[Program, CellOrder] | None:
-        """Return what this rank runs in the iteration under way; None where that is the plan of its pipeline."""
-        if not self._routed:
-            return None
+    def choose_work(self, work: Callable[[], Work], call: PipelineCall, schedule: Schedule) -> Work:
+        """See IterationHooks."""
+        if not (self._routes(call) and self._routed):
+            return work()
+        program, order = self._ordered(call, schedule)
+        if not call.forward_only:
+            gather_parameters(call.model_chunks)
+        return self.pipeline.works.routed(call, program, order, self.pipeline.iterations)
+
+    def _routes(self, call: PipelineCall) -> bool:
+        return self._evaluates or not call.forward_only
+
+    def _ordered(self, call: PipelineCall, schedule: Schedule) -> tuple[Program, CellOrder]:
         order = self._order
         if self._degraded is not None and not self._follows:
             order = self._degraded_order(self._degraded, call)
@@ -329,19 +360,23 @@ class Rerouting:
             self._planner.run(degraded.planned)
         return order
 
-    def end(self, losses: list[Any]) -> list[Any]:
-        """What the training script gets of `losses`, those that were computed here."""
+    def wrap_losses(self, call: PipelineCall, losses: list[Any]) -> list[Any]:
+        """See IterationHooks."""
+        if not self._routes(call):
+            return losses
         assert self._inputs is not None, "an iteration ends that has not begun"
         last = max(cell.stage for cell in self._job.layout.cells)
         moved = self._degraded is not None or any(move.stage == last for move in self._routing.moved)
         return self._inputs.end(losses, losses_moved=self._routed and moved)
 
-    def ended(self, *, forward_only: bool) -> None:
-        """The iteration will not be attempted again."""
+    def commit(self, call: PipelineCall) -> None:
+        """See IterationHooks."""
+        if not self._routes(call):
+            return
         assert self._inputs is not None, "an iteration ends that has not begun"
         self._inputs.ended()
-        self.routed_iterations += self._routed and not forward_only
-        if self._degraded is not None or forward_only:
+        self.routed_iterations += self._routed and not call.forward_only
+        if self._degraded is not None or call.forward_only:
             return
         # All that was sent in the iteration before has been received: this one began with waiting for that.
         needed = others(self._program, self._job.layout) if self._routed and self._program is not None else set()

@@ -98,8 +98,8 @@ def relieve(plan: Callable[..., Any]) -> Callable[..., Any]:
 
 def pause(begin: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(begin)
-    def struck(rerouting: Rerouting, call: Any, iteration: int, **keywords: Any) -> Any:
-        if iteration == PAUSED_IN:
+    def struck(rerouting: Rerouting, *given: Any) -> Any:
+        if rerouting.pipeline.iterations == PAUSED_IN:
             program = f"kill -STOP {os.getpid()}; sleep {PAUSED_S}; kill -CONT {os.getpid()}"
             longest_s, seen_s = 0.0, time.monotonic()
             with subprocess.Popen(["sh", "-c", program]) as process:
@@ -107,7 +107,7 @@ def pause(begin: Callable[..., Any]) -> Callable[..., Any]:
                     longest_s, seen_s = max(longest_s, time.monotonic() - seen_s), time.monotonic()
                     time.sleep(0.01)
             say(f"stood still for {max(longest_s, time.monotonic() - seen_s):.1f} s")
-        return begin(rerouting, call, iteration, **keywords)
+        return begin(rerouting, *given)
 
     return struck
 
@@ -143,7 +143,7 @@ def main(fault: str, arguments: list[str]) -> None:
         "delegate": Replacement(Rerouting, "enter", kill_delegate(Rerouting.enter), "a delegate is killed"),
         "path": Replacement(Rerouting, "enter", break_paths(Rerouting.enter, faults, rank), "device paths break"),
         "idle": Replacement(degraded, "plan_routed", relieve(degraded.plan_routed), "a cell has no work"),
-        "pause": Replacement(Rerouting, "begin", pause(Rerouting.begin), "a rank stands still"),
+        "pause": Replacement(Rerouting, "wrap_inputs", pause(Rerouting.wrap_inputs), "a rank stands still"),
         "cap": Replacement(iteration_work, "ActivationAccount", CountedAccount, "activations are counted"),
         "zero": Replacement(MegatronComputation, "backward", zero(MegatronComputation.backward), "gradients are lost"),
         "rank": Replacement(FaultTolerantGroups, "_make_native", die(FaultTolerantGroups._make_native), "a rank dies"),

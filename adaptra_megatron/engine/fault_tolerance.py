@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that survives rank failures: iterations are attempted among the ranks that live until one commits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adaptra_megatron.common.job.membership import MembershipRecords
+from adaptra_megatron.common.typed_messages import encoded
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.control_loop import PlanExchange
+from adaptra_megatron.control.decisions import Decision, Moved, decision_of
+from adaptra_megatron.control.order.plan_book import Layout
+from adaptra_megatron.elastic.awaiting import said_by_one
+from adaptra_megatron.elastic.commit import Word
+from adaptra_megatron.elastic.failure_errors import LateRankError
+from adaptra_megatron.elastic.generation import FIRST, Generation
+from adaptra_megatron.elastic.job_joining import JoinResult, RejoiningRank, Return
+from adaptra_megatron.elastic.live_groups import FaultTolerantGroups, interruptible, live_groups
+from adaptra_megatron.elastic.survival import RankFailure, RecoveryManager
+from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
+from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, take_place
+from adaptra_megatron.engine.rerouting.rerouting import Rerouting
+from adaptra_megatron.engine.training_job import Job, JobEntry
+from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.megatron.megatron_iteration import forget_gradients
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
+from adaptra_megatron.telemetry.events.events import RanksLost, RanksReturned
+from adaptra_megatron.telemetry.figures.scalars import FailureMetrics, RankFigures
+
+if TYPE_CHECKING:
+    from adaptra_megatron.engine.pipeline import Pipeline
+
+PATIENCE_S = 20.0
+"""For the launcher to say which rank has left, after a message or a collective has failed."""
+CONNECT_S = 60.0
+_FLAG = "--adaptra-reroute failures"
+
+
+class FaultTolerance(EngineFeature):
+    """One process's part in a job that survives rank failures."""
+
+    def __init__(self, config: AdaptraConfig, groups: FaultTolerantGroups | None = None) -> None:
+        """`groups`: Megatron's process groups; None: this makes them. Raises as `live_groups`."""
+        super().__init__()
+        made = live_groups(config) if groups is None else groups
+        assert made is not None
+        self.groups, self._config = made, config
+        self.groups.gather = self._gather
+        self.sharded_optimizers: list[Any] = []
+        """Megatron's distributed optimizers."""
+        self.conservation = Conservation()
+        """Counts micro-batches in gradients."""
+        self.training: Training | None = None
+        """What the training script trains with, once it has said so: for ranks that are started again."""
+        self.joining: Joining | None = None
+        """Until its first iteration, of a process that takes the place of a rank that had left."""
+        self._recoveries: list[Recovery] = []
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Return what all ranks of the job have alike: flags and values."""
+        return {**self._config.common, **({} if self.training is None else self.training.settings)}
+
+    def wrap_entry(self, entry: JobEntry) -> JobEntry:
+        """See EngineFeature."""
+        return entry if self.joining is None else RejoiningEntry(self.joining)
+
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
+        """See EngineFeature."""
+        self._recoveries.append(Recovery(pipeline, self))
+        return self._recoveries[-1]
+
+    def take_place(self) -> Mapping[str, Any] | None:
+        """Have this process, if it takes the place of a rank that had left, go on where the others are. Called before
+        data are read for the first iteration, with `training` known.
+
+        Returns the others' progress once this process has their parameters and optimizer state; None where it takes no
+        place, or has it already. Raises as `rejoining.take_place`.
+        """
+        place = self.groups.place
+        if place is None or self.training is None or self.joining is not None:
+            return None
+        records = MembershipRecords.of_rank(CONNECT_S)
+        newcomer = RejoiningRank(place, records, self._config.timeout_s, self.settings)
+        self.joining, progress = take_place(newcomer, self.training)
+        return progress
+
+    def save(self, write: Callable[[], Any]) -> Any:
+        """See EngineFeature. `write` sees the ranks that live, numbered from 0, as if they were all; it is called again
+        where one fails meanwhile."""
+        if not self._recoveries:
+            return write()
+
+        def attempt(generation: Generation, number: int) -> Any:
+            self.groups.gather_missed()
+            with self.groups.numbered_alive():
+                return write()
+
+        return self._recoveries[0].manager.carry_out(attempt)
+
+    def close(self) -> None:
+        """See EngineFeature."""
+        self._recoveries.clear()
+
+    def _gather(self) -> None:
+        """Gather parameters from the shards that are stepped."""
+        for optimizer in self.sharded_optimizers:
+            for chunk in optimizer.model_chunks:
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    group.param_gather_handle = None
+                chunk.start_param_sync(force_sync=True)
+
+
+class Recovery(IterationHooks):
+    """One pipeline's iterations, which are attempted until one commits."""
+
+    manager: RecoveryManager
+    """From `made` on."""
+
+    def __init__(self, pipeline: Pipeline, feature: FaultTolerance) -> None:
+        super().__init__(pipeline)
+        self._feature, self._groups = feature, feature.groups
+        self._generation = FIRST
+        """The one that links and routes were made for."""
+        self._digested = FIRST
+        """The last generation whose state has been compared between replicas."""
+        self._digest: bytes | None = None
+        """Of the state with which the attempt under way has begun, where that is to be compared."""
+        self._conserved: Conserved | None = None
+        """What the gradients of the last attempt were found to hold."""
+        self._failures_logged = 0
+
+    def made(self, call: PipelineCall) -> None:
+        """See IterationHooks. Raises UnsupportedFeatureError for what cannot be redone, or where no launcher says which
+        ranks live."""
+        feature, pipeline = self._feature, self.pipeline
+        _refuse(call, pipeline.book.layout, feature.sharded_optimizers)
+        _hold_copies(pipeline.job, feature.sharded_optimizers)
+        joining, feature.joining = feature.joining, None
+        if joining is not None:
+            pipeline.follow(joining.running)
+            joining.meet()
+        joined = None if joining is None else joining.joined
+        self.manager = _manager(pipeline.job, self._groups, pipeline.interrupt, joined)
+        self.manager.word = self._word
+        if feature.training is not None:
+            self.manager.enable_rejoin(functools.partial(hand_over, feature.training, pipeline), feature.settings)
+
+    def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
+        """See IterationHooks. Raises as `RecoveryManager.carry_out`."""
+        run = functools.partial(self._attempt, attempt, call)
+        attempted = self.manager.carry_out(run, trains=not call.forward_only)
+        self._digested, self._digest, self._conserved = self.manager.generation.id, None, None
+        return attempted
+
+    def _attempt(self, attempt: Attempt, call: PipelineCall, generation: Generation, number: int) -> Attempted:
+        """`number`: of tries that did not commit, in which other ranks may have failed."""
+        self._enter(call, generation)
+        self._groups.gather_missed()
+        if number and not call.forward_only:
+            forget_gradients(call)
+        self._digest = self._conserved = None
+        if generation.id != self._digested:
+            scheduler = None if self._feature.training is None else self._feature.training.scheduler
+            steps = 0 if scheduler is None else int(scheduler.num_steps)
+            self._digest = digest_of(call.model_chunks, self.pipeline.iterations, steps)
+        # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
+        return attempt(call, self.manager.turn)
+
+    def _enter(self, call: PipelineCall, generation: Generation) -> None:
+        """Go on with the ranks that live in `generation`, from `call` on; does nothing where that was entered before.
+
+        Links, measuring and planning begin anew, from the plan that the lowest live rank has in force. Raises
+        RuntimeError where that does not say it, EpochEndedError where another rank fails meanwhile.
+        """
+        if generation.id == self._generation:
+            return
+        pipeline, check = self.pipeline, self.manager.check
+        self._generation = generation.id
+        control = pipeline.job.control.in_generation(generation.id)
+        job = pipeline.job._replace(layout=pipeline.job.layout.alive(generation.live), control=control)
+        leads = job.layout.rank == job.layout.leader
+        pipeline.exchange.leave()
+        pipeline.go_on_from(_agreed_plan(job, pipeline.running if leads else None, check))
+        pipeline.plan_for(job, generation.dead_cells, leads=leads)
+        for each in pipeline.hooks:
+            if isinstance(each, Rerouting):
+                each.enter(generation, control, pipeline.planner, check)
+        first = pipeline.training_iterations
+        pipeline.exchange = PlanExchange(job.control, job.layout, pipeline.planner, job.timeout_s, first=first)
+        if not generation.dead_cells:
+            resume = functools.partial(pipeline.dispatcher.resume, job.control, job.layout)
+            interruptible(resume, check, job.timeout_s, "what the ranks of a cell follow one of them by")
+        check()  # what interrupted the exchange may have come before this one
+        pipeline.begin_anew(call, degraded=bool(generation.dead_cells))
+        pipeline.telemetry.lead(leads=leads)
+
+    def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """See IterationHooks. Micro-batches are counted."""
+        if call.forward_only:
+            return computation
+        self._feature.conservation.begin(call.model_chunks)
+        return SurroundedComputation(computation, functools.partial(self._counted, call))
+
+    @contextlib.contextmanager
+    def _counted(self, call: PipelineCall, kind: str, chunk: int, micro_batch: int) -> Iterator[None]:
+        if kind in "BW":  # which complete a micro-batch's gradients: before that, no reduction of these can start
+            self._feature.conservation.count(call.model_chunks[chunk])
+        yield
+
+    def finish(self, finish: Callable[[], None], call: PipelineCall, tokens: torch.Tensor) -> None:
+        """See IterationHooks. Raises as `Conservation.verify`."""
+        # Summing them over the replicas is done in place.
+        contributed = tokens.clone() if call.config.calculate_per_token_loss else None
+        finish()
+        self._groups.synchronize()
+        if contributed is None:
+            self._conserved = self._feature.conservation.verify(call)
+            return
+        # Tensor-parallel ranks of a cell have the same tokens.
+        own = contributed if call.groups.tp.rank() == 0 else torch.zeros_like(contributed)
+        self._conserved = self._feature.conservation.verify(call, own, tokens)
+
+    def _word(self, word: Word) -> Word:
+        """Add to what this rank comes with to the end of an attempt: the tokens that its gradients hold, and in the
+        first attempt of a generation the state that it has begun with."""
+        worker = self.pipeline.job.layout.workers[self.pipeline.job.layout.rank]
+        if self._digest is not None:
+            place = f"stage {worker.cell.stage}, lane {worker.lane}"
+            word = replace(word, digests={place: self._digest.hex()})
+        found = self._conserved
+        if found is None or found.tokens is None or found.divisor is None:
+            return word
+        return replace(word, tokens=found.tokens, divisors=(found.divisor,))
+
+    def wrap_figures(self, figures: RankFigures) -> RankFigures:
+        """See IterationHooks."""
+        manager = self.manager
+        lost = FailureMetrics(
+            dead_cells=sorted((cell.replica, cell.stage) for cell in manager.generation.dead_cells),
+            ranks=manager.ranks_lost,
+            seconds={each.epoch: each.seconds for each in manager.rank_losses},
+        )
+        return replace(figures, lost=lost)
+
+    def end(self, call: PipelineCall) -> None:
+        """See IterationHooks. Ranks that failed and came back are logged, by the lowest that lives."""
+        manager, pipeline = self.manager, self.pipeline
+        leads = pipeline.job.layout.rank == min(manager.generation.live)
+        moved = [move for each in pipeline.hooks if isinstance(each, Rerouting) for move in each.moved_from_dead]
+        failures = manager.rank_losses[self._failures_logged :] if leads else ()
+        for change in _membership_events(failures, manager.take_returns(), tuple(moved)):
+            pipeline.telemetry.log(change)
+        self._failures_logged = len(manager.rank_losses)
+
+    def fail(self, cause: BaseException) -> None:
+        """See IterationHooks."""
+        self.manager.end_with(cause)
+
+    def close(self) -> None:
+        """See IterationHooks."""
+        self.manager.close(well=not self.pipeline.has_failed)
+
+
+def _agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:
+    """The plan from which all ranks of `job`, those that live, go on. `mine`: of the leader; None on all other ranks.
+    `check`: raises once another rank has died.
+
+    Raises LateRankError where the leader does not say it within the timeout.
+    """
+    said, timeout_s = None if mine is None else encoded(mine), job.timeout_s
+    with job.control.lent("plan", timeout_s) as store:
+        try:
+            return decision_of(said_by_one(store, "in force", said, timeout_s, check))
+        except TimeoutError as cause:
+            raise LateRankError(
+                f"{job.layout.name(job.layout.leader)} has not said which plan is in force within {timeout_s:g} s "
+                "(--adaptra-timeout-s); look at its log"
+            ) from cause
+
+
+def _membership_events(
+    rank_losses: Sequence[RankFailure], returns: Sequence[Return], moved: Sequence[Moved]
+) -> Iterator[RanksLost | RanksReturned]:
+    """Events of ranks that were lost and that came back. `moved`: by the routes since then."""
+    for loss in rank_losses:
+        yield RanksLost(
+            epoch=loss.epoch,
+            ranks=loss.ranks,
+            dead_cells=tuple(map(str, loss.dead_cells)),
+            live=loss.live,
+            seconds=loss.seconds,
+            moved=moved,
+        )
+    for each in returns:
+        yield RanksReturned(
+            epoch=each.generation.id.membership,
+            ranks=each.ranks,
+            dead_cells=tuple(map(str, sorted(each.generation.dead_cells))),
+            live=len(each.generation.live),
+            seconds=each.seconds,
+            moved=moved,
+        )
+
+
+def _manager(
+    job: Job, groups: FaultTolerantGroups, interrupt: Callable[[str], None], joined: JoinResult | None
+) -> RecoveryManager:
+    """This rank's part in a job that survives rank failures. `interrupt`: wakes what it waits in, with the cause.
+    `joined`: of a process that takes the place of a rank that had left.
+
+    Raises UnsupportedFeatureError where no launcher says which ranks live.
+    """
+    try:
+        records = MembershipRecords.of_rank(CONNECT_S)
+        known = records.newest() is not None
+    except KeyError:
+        known = False
+    if not known:
+        raise UnsupportedFeatureError(
+            f"{_FLAG} has to learn from the launcher which ranks have died, and this one says nothing of them: start "
+            "the job with `adaptra launch --no-kill`, or drop the flag"
+        )
+    survival = RecoveryManager(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S, joined)
+    survival.when_ended(functools.partial(interrupt, "the set of live ranks has changed"))
+    return survival
+
+
+def _hold_copies(job: Job, optimizers: Sequence[Any]) -> None:
+    """Have a copy of each shard of the distributed `optimizers` at another cell. Collective.
+
+    Raises UnsupportedFeatureError where there is no other.
+    """
+    for optimizer in optimizers:
+        try:
+            optimizer.hold_copy(job.layout)
+        except ValueError as cause:
+            raise UnsupportedFeatureError(
+                f"{_FLAG} with --use-distributed-optimizer: {cause}. Drop one of the two"
+            ) from cause
+
+
+def _refuse(call: PipelineCall, layout: Layout, optimizers: Sequence[Any]) -> None:
+    """Raise UnsupportedFeatureError for what cannot be redone, or is lost with a rank, before anything is computed.
+    `optimizers`: the distributed ones that can hold copies of shards."""
+    config = call.config
+    ddp: Any = call.model_chunks[0].ddp_config
+    sharded = bool(ddp.use_distributed_optimizer)
+
+    def of_optimizer(name: str) -> bool:
+        return any(bool(getattr(optimizer.config, name, False)) for optimizer in optimizers)
+
+    no_copy = "the copies of shards of the optimizer's state would lack it"
+    reasons = {
+        "a distributed optimizer that was made before --adaptra was enabled": (
+            sharded and not optimizers,
+            "a rank that dies would take its shard of the optimizer's state with it",
+        ),
+        "--use-precision-aware-optimizer": (of_optimizer("use_precision_aware_optimizer"), no_copy),
+        "--optimizer-cpu-offload": (of_optimizer("optimizer_cpu_offload"), no_copy),
+        "--optimizer-cuda-graph": (
+            of_optimizer("optimizer_cuda_graph"),
+            "a captured step sums up norms over process groups that a rank which dies takes with it",
+        ),
+        "--ddp-reduce-scatter-with-fp32-accumulation": (
+            bool(getattr(ddp, "reduce_scatter_with_fp32_accumulation", False)),
+            no_copy,
+        ),
+        "--ddp-average-in-collective": (bool(ddp.average_in_collective), "an average would be of those that live"),
+        "--use-megatron-fsdp": (
+            any(bool(getattr(ddp, name, False)) for name in ("use_megatron_fsdp", "use_custom_fsdp")),
+            "a rank that dies takes its shard of the parameters with it",
+        ),
+        "--fp8-format": (bool(getattr(config, "fp8", None)), "the history of scales of an attempt would stay"),
+        "--moe-router-enable-expert-bias": (
+            bool(getattr(config, "moe_router_enable_expert_bias", False)),
+            "the bias would be updated by an attempt that is redone",
+        ),
+        "CUDA_DEVICE_MAX_CONNECTIONS=1": (layout.shared_queue, "routes between replicas need several hardware queues"),
+    }
+    for feature, (is_on, reason) in reasons.items():
+        if is_on:
+            raise UnsupportedFeatureError(f"{_FLAG} does not run with {feature}: {reason}. Drop one of the two")
