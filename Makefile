@@ -27,6 +27,7 @@ FUZZ ?=
 NCCL := cu12==2.27.3 cu12==2.27.5 cu13==2.28.9 cu13==2.29.7 cu13==2.32.3
 # CUDA's runtime, and the package with the headers that it includes.
 CUDA_12 := nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-nvcc-cu12==12.8.93
+CUDA_12_FOR_C := $(CUDA_12) nvidia-cuda-cccl-cu12==12.8.90
 CUDA_13 := nvidia-cuda-runtime==13.5.37 nvidia-cuda-crt==13.5.37
 
 # One stamp per step: a step is done again only if its list of requirements has changed.
@@ -37,7 +38,7 @@ NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock demo megatron test test-slow properties test-native-sanitized fuzz-recordings test-dropin test-megatron-units test-versions \
-	test-nccl docs site dist \
+	test-nccl test-nccl-host docs site dist \
 	test-pages test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
 
@@ -60,6 +61,7 @@ help:
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
 	@echo "make test-megatron-units  Megatron-LM's own unit tests of pipelines, on 8 CPU ranks, without and with adaptra"
 	@echo 'make test-nccl  calls of NCCL and CUDA against the libraries that torch comes with (fetches 1.7 GB)'
+	@echo "make test-nccl-host  NCCL's own host code, built from its sources, on a made-up CUDA (minutes; NCCL_SOURCE=DIRECTORY)"
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
 	@echo 'make site     the pages as a site with search, in build/site/html (fetches MkDocs)'
@@ -91,7 +93,7 @@ demo: $(INSTALLED)
 
 # Two runs of pytest share the machine, since ranks mostly wait for each other: the trainings in one; in the other what has
 # one process, then what mostly waits, and last the fault campaign, which has deadlines.
-PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30
+PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm and not nccl_host' --durations=30
 CONCURRENT_TESTS := $(addprefix tests/,benchmarks common control/detector gradsync fuzz gpu patches schedule tools) $(wildcard tests/test_*.py) \
 	$(addprefix tests/,elastic/launch telemetry transport campaigns)
 test: $(INSTALLED)
@@ -143,6 +145,15 @@ test-nccl: $(INSTALLED)
 	  $(PIP) install --quiet --no-deps --upgrade --target build/nccl/$$nccl nvidia-nccl-$$nccl $$cuda && \
 	  NCCL_DIRECTORY=$(CURDIR)/build/nccl/$$nccl/nvidia/nccl $(BIN)/python -m pytest -q tests/transport/device_session/test_nccl_library.py || exit 1; \
 	done
+
+# The sources of NCCL, any tree of 2.29; where that is not named they are fetched.
+NCCL_HOST := build/nccl-host
+NCCL_SOURCE ?= build/nccl-source
+test-nccl-host: $(INSTALLED)
+	test -e $(NCCL_SOURCE)/src/init.cc || scripts/fetch_nccl.sh $(NCCL_SOURCE)
+	test -e $(NCCL_HOST)/cuda/nvidia || $(PIP) install --quiet --no-deps --target $(NCCL_HOST)/cuda $(CUDA_12_FOR_C)
+	$(MAKE) -f tests/support/nccl_host/build.mk SOURCE=$(NCCL_SOURCE) CUDA=$(NCCL_HOST)/cuda OUT=$(NCCL_HOST)
+	NCCL_HOST=$(CURDIR)/$(NCCL_HOST) $(BIN)/python -m pytest -q -m nccl_host
 
 # Each release in an environment with the Python that it asks for.
 test-versions:
