@@ -14,19 +14,20 @@ _LOOK_AGAIN_S = 0.25
 
 
 class ArrivalSignal:
-    """One per transport. One thread may wait; any thread may deliver messages."""
+    """Wake the training thread when any awaited message arrives. One per transport; one thread waits, any thread
+    delivers."""
 
     def __init__(self) -> None:
         self._listening: Collection[MessageKey] = ()
         self._rung = threading.Event()
 
     def arrived(self, key: MessageKey) -> None:
-        """Call once `key` can be taken: a waiting thread looks only after this, or sees it anyway."""
+        """Report that `key` has arrived and can be taken. Call it afterwards: a waiting thread looks only then."""
         if key in self._listening:
             self._rung.set()
 
     def look_again(self) -> None:
-        """Have a waiting thread see at once what has become of what it waits for."""
+        """Wake a waiting thread, so that it sees a broken or aborted link at once."""
         self._rung.set()
 
     def wait_for(
@@ -36,10 +37,10 @@ class ArrivalSignal:
         is_here: Callable[[MessageKey], bool],
         attend: Callable[[], float],
     ) -> bool:
-        """True as soon as any of `keys` is here, False at `until_s` (time.monotonic).
+        """Return True once any of `keys` has arrived, False at `until_s` (time.monotonic).
 
-        `attend` is called before each sleep: it does what a long wait calls for, returns until when nothing else is to
-        be done, and raises where waiting makes no sense any more.
+        `attend` is called before each sleep. It handles what a long wait calls for, returns when to be called next,
+        and raises where no message can come any more.
         """
         self._listening = keys
         try:

@@ -42,7 +42,7 @@ logger = logger_of(__name__)
 
 
 class Delegate:
-    """Does what its training process asks for over the control socket, until that ends."""
+    """Serve one training process: carry out the requests of its control socket until that closes."""
 
     def __init__(self, channel: socket.socket, start: StartDelegate, listeners: list[socket.socket]) -> None:
         self._channel, self._start, self._listeners = channel, start, listeners
@@ -55,7 +55,7 @@ class Delegate:
         self._acceptor = Acceptor(bytes.fromhex(start.secret), start.handshake_s, self._admit)
 
     async def serve(self) -> None:
-        """Returns when asked to stop. Raises ControlEndedError when the training process is gone."""
+        """Serve requests; return when asked to stop. Raises ControlEndedError when the training process is gone."""
         for listener in self._listeners:
             self._acceptor.listen(listener)
         while True:
@@ -118,9 +118,10 @@ class Delegate:
         await link.admit(purpose, connection)
 
     def _link(self, peer: int, opening: int) -> LinkSession | None:
-        """The session of this opening, which ends what is left of an earlier one; None once it has been closed itself.
+        """Return the link's session of this opening, ending that of an earlier one; None if this opening has been
+        closed.
 
-        The peer may be first: its connections then wait for what the training process asks for.
+        The peer may connect first: its connections then wait for the training process's OpenLink.
         """
         link = self._links.get(peer)
         if opening <= self._closed.get(peer, 0) or (link is not None and opening < link.opening):
@@ -162,9 +163,9 @@ async def _run(channel: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """The process, with the descriptor of its control socket and its parent's process id as arguments.
+    """Run the delegate. `arguments`: descriptor of the control socket, process id of the parent.
 
-    Ends by `os._exit`: pumps in the middle of a transfer do not matter any more.
+    Ends by `os._exit`: threads that pump frames need not finish.
     """
     control_fd, parent = map(int, arguments)
     die_with_parent(parent)

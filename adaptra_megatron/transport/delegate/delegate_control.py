@@ -28,46 +28,49 @@ class ControlEndedError(ConnectionError):
 
 
 class StartDelegate(TaggedMessage, tag="start", frozen=True, kw_only=True):
-    """To the delegate, first: who it works for. With the listening sockets named in `listeners`."""
+    """First message to the delegate: rank, job and limits. The listening sockets named in `listeners` travel with
+    it."""
 
     rank: Natural
     job: str
-    """Its name, hexadecimal as the secret."""
+    """Name of the job, hexadecimal, like `secret`."""
     secret: str
     listeners: list[str]
-    """What the descriptors are: "shm" (unix socket), "tcp" (for verbs too)."""
+    """Kind of each descriptor sent along: "shm" (unix socket) or "tcp" (for verbs too)."""
     handshake_s: float
     stall_s: float
     max_message_nbytes: Natural
     rnics: list[str] = []
-    """verbs: RDMA devices to use; none for all with a link."""
+    """verbs: RDMA devices to use; empty: all with a link."""
 
 
 class OpenLink(TaggedMessage, tag="open", frozen=True, kw_only=True):
-    """To the delegate: bring up the link to `peer`. With the outbound ring and, except over shm, the inbound ring.
+    """To the delegate: bring up the link to `peer`. The outbound ring and, except over shm, the inbound ring travel
+    with it.
 
-    A link that is up goes down first. `session` counts the attempts; what is said of an earlier one is void.
+    A session that is up ends first. `session` counts the attempts; messages about an earlier one are void.
     """
 
     peer: Natural
-    """Its rank, as everywhere here."""
+    """Global rank of the peer."""
     session: Natural
     transport: str
-    """shm, tcp, or verbs, which falls to tcp for good if no session over verbs begins."""
+    """"shm", "tcp" or "verbs". After three sessions over verbs that did not begin, tcp is used for good."""
     connects: bool
-    """Set if this side connects (to `address`); otherwise it waits for the peer to."""
+    """True if this side connects (to `address`); False if it waits for the peer to connect."""
     address: list[str | int]
     """shm: name of the abstract unix socket. tcp, verbs: host and port."""
     source: str
     """tcp, verbs: address to connect from; "" for any."""
     lanes: Natural
-    """shm: 1. tcp: how many connections. verbs: how many if it falls to tcp."""
+    """Number of connections. shm: 1. verbs: used where it falls back to tcp."""
     opening: Natural = 1
-    """Which opening of the link this is: see handshake.Purpose."""
+    """Number of this opening of the link: see handshake.Purpose."""
 
 
 class CloseLink(TaggedMessage, tag="close", frozen=True, kw_only=True):
-    """To the delegate: let what is in the outbound ring leave, then forget the link to `peer` and refuse its like."""
+    """To the delegate: drain the outbound ring for at most `drain_s`, then close the link and refuse connections for
+    it."""
 
     peer: Natural
     opening: Natural
@@ -75,7 +78,7 @@ class CloseLink(TaggedMessage, tag="close", frozen=True, kw_only=True):
 
 
 class Listen(TaggedMessage, tag="listen", frozen=True, kw_only=True):
-    """To the delegate: accept connections on the listening socket that comes with it, too."""
+    """To the delegate: accept connections on one more listening socket, which travels with this."""
 
 
 class Report(TaggedMessage, tag="report", frozen=True, kw_only=True):
@@ -91,22 +94,22 @@ class Ping(TaggedMessage, tag="ping", frozen=True, kw_only=True):
 
 
 class Stop(TaggedMessage, tag="stop", frozen=True, kw_only=True):
-    """To the delegate: let what is in the outbound rings leave, then end."""
+    """To the delegate: drain the outbound rings for at most `drain_s`, then exit."""
 
     drain_s: float
 
 
 class Up(TaggedMessage, tag="up", frozen=True, kw_only=True):
-    """From the delegate: the link carries frames. Over shm with the inbound ring."""
+    """From the delegate: the session carries frames. Over shm the inbound ring travels with this."""
 
     peer: Natural
     session: Natural
     transport: str
-    """shm, tcp or verbs: what carries them."""
+    """Wire that carries the session: shm, tcp or verbs."""
 
 
 class Down(TaggedMessage, tag="down", frozen=True, kw_only=True):
-    """From the delegate: the link's session is over, and its rings are closed."""
+    """From the delegate: the session has ended and its rings are closed."""
 
     peer: Natural
     session: Natural
@@ -114,11 +117,11 @@ class Down(TaggedMessage, tag="down", frozen=True, kw_only=True):
 
 
 class DelegateCounters(TaggedMessage, tag="counters", frozen=True, kw_only=True):
-    """From the delegate: what it has seen since it started."""
+    """From the delegate: counters since it started."""
 
     number: Natural
     refused: dict[str, Natural] = {}
-    """Connections that were not admitted, by handshake.Refusal."""
+    """Number of refused connections, by handshake.Refusal."""
     sent_nbytes: Natural = 0
     received_nbytes: Natural = 0
 
@@ -133,7 +136,7 @@ Message = StartDelegate | OpenLink | CloseLink | Listen | Report | Ping | Stop |
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Raises ControlEndedError if the other process is gone or does not listen."""
+    """Send one packet. Raises ControlEndedError if the other process is gone or does not read."""
     try:
         socket.send_fds(channel, [packed(message)], list(descriptors))
     except OSError as cause:
@@ -141,7 +144,7 @@ def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = 
 
 
 def receive(channel: socket.socket) -> tuple[Message, list[int]]:
-    """The next message and its descriptors, which the caller then owns. Raises ControlEndedError, BlockingIOError."""
+    """Receive one packet and its descriptors, which the caller owns. Raises ControlEndedError, BlockingIOError."""
     try:
         packet, descriptors, flags, _address = socket.recv_fds(
             channel, _LARGEST_NBYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC

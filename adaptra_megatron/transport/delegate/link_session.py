@@ -20,20 +20,21 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES, WireRequest
 MOST_LANES = 64
 ATTEMPTS = 3
 _BIND_ADDRESS_NO_PORT = 24
-"""IP_BIND_ADDRESS_NO_PORT of Linux, which Python has from 3.12 on; for IPv6 too."""
+"""IP_BIND_ADDRESS_NO_PORT of Linux (IPv4 and IPv6); Python names it from 3.12 on."""
 logger = logger_of(__name__)
 SendMessage = Callable[[Message, list[int]], None]
 
 
 class LinkSession:
-    """The link to one peer: at most one session at a time, and the peer's connections for the next.
+    """Sessions of the link to one peer, in the delegate: at most one at a time, and connections for the next.
 
-    The end that connects proposes the wire of the session, and the other follows. A wire that has another to fall back
-    to is tried again after each failure, until ATTEMPTS sessions in a row have not begun: then the other is proposed.
+    The end that connects proposes the wire of the session, the other follows. After ATTEMPTS sessions in a row that
+    did not begin, it proposes the wire that its WireKind falls back to.
     """
 
     def __init__(self, start: StartDelegate, peer: int, send: SendMessage, opening: int = 1) -> None:
-        """`send` sends a message, and file descriptors, to the training process. `opening`: of the link."""
+        """`send(message, descriptors)` reports to the training process. `opening`: number of this opening of the
+        link."""
         self.opening = opening
         self._start, self._peer, self._send = start, peer, send
         self._changing = asyncio.Lock()
@@ -46,12 +47,12 @@ class LinkSession:
         self._arrived: dict[int, socket.socket] = {}
         self._arrived_for: Purpose | None = None
         self._lane_s = 2 * start.handshake_s
-        """How long after one connection of a session the next may come: it connects, and proves itself."""
+        """Longest time between two connections of one session: time to connect and to authenticate."""
         self._expecting: asyncio.Task[None] | None = None
         self._dropped = RateLimitedLog(logger)
 
     async def open(self, request: OpenLink, rings: list[Ring]) -> None:
-        """Bring up a session with the training process's rings. Its end, or failure, is reported as `Down`."""
+        """Begin a session with the training process's rings. Its end, or failure, is reported as `Down`."""
         async with self._changing:
             await self._finish(None)
             self._request, self._rings = request, rings
@@ -69,7 +70,7 @@ class LinkSession:
             await self._begin(transport, connections)
 
     async def admit(self, purpose: Purpose, connection: socket.socket) -> None:
-        """A proven connection of the peer. Raises HandshakeError if it cannot be used."""
+        """Take over an authenticated connection of the peer. Raises HandshakeError if no session can use it."""
         async with self._changing:
             transport = _proposed(purpose)
             lanes = purpose.lanes if self._request is None else _lanes(self._request, transport)
@@ -88,12 +89,12 @@ class LinkSession:
             await self._begin_or_expect()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let what the training process has written leave."""
+        """Wait until the outbound ring is empty, at most `timeout_s`."""
         if self._wire is not None and self._begun:
             await self._wire.drain(timeout_s)
 
     async def stop(self) -> None:
-        """End whatever there is."""
+        """End the session, if any, and close waiting connections."""
         async with self._changing:
             await self._finish(None)
             self._drop_arrived()
@@ -101,7 +102,7 @@ class LinkSession:
                 self._expecting.cancel()
 
     def traffic(self) -> Traffic:
-        """Traffic of all sessions together."""
+        """Return payload bytes of all sessions of this link."""
         now = self._wire.traffic() if self._wire is not None else Traffic(0, 0)
         return Traffic(*(a + b for a, b in zip(self._earlier, now, strict=True)))
 
@@ -139,7 +140,7 @@ class LinkSession:
         return connections
 
     async def _begin_or_expect(self) -> None:
-        """Begin the session if all of its connections have come; those that have do not wait for ever."""
+        """Begin the session if all its connections have arrived; otherwise drop them after `_lane_s`."""
         await self._begin_if_complete()
         if self._expecting is not None:
             self._expecting.cancel()  # it sleeps, or waits for its turn
@@ -208,7 +209,7 @@ class LinkSession:
                 await self._finish(cause)
 
     async def _finish(self, cause: str | None) -> None:
-        """End the session, if there is one, and tell why unless the training process knows."""
+        """End the session, if any. `cause` is reported as `Down`; None: the training process ended it itself."""
         wire, request = self._wire, self._request
         self._wire, self._request, self._begun = None, None, False
         if wire is not None:
@@ -227,14 +228,14 @@ class LinkSession:
 
 
 def _proposed(purpose: Purpose) -> str:
-    """The wire that the connecting side proposes. Raises HandshakeError where there is none of this number."""
+    """Return the wire that the connecting side proposes. Raises HandshakeError for an unknown number."""
     if purpose.wire >= len(WIRES):
         raise HandshakeError(HandshakeRefusal.MISDIRECTED, f"there is no wire of number {purpose.wire}")
     return list(WIRES)[purpose.wire]
 
 
 def _lanes(request: OpenLink, transport: str) -> int:
-    """Connections of a session over `transport`; 0 if the link is not asked to use it, nor falls back to it."""
+    """Return the number of connections over `transport`; 0 if this link may not use it."""
     if transport not in (request.transport, WIRES[request.transport].falls_back_to):
         return 0
     return WIRES[transport].lanes or request.lanes

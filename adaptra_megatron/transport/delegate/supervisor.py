@@ -54,33 +54,36 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 INTERVAL_S = 0.25
 PATIENCE_S = 0.75
-"""Silence after which a delegate is given up."""
+"""Longest silence of a delegate before it is replaced."""
 STARTING_S = 60.0
-"""Patience with the first answer: a new process imports, over a cold network file system too, beside many others."""
+"""Longest time until the first answer: a new process imports modules, perhaps over a slow network file system."""
 LATE_S = 0.1
-"""A tick that is later than this was not on time."""
+"""A tick later than this means that this process did not run: silence before it does not count."""
 
 
 class Heartbeat:
-    """Pings of one delegate. Pure bookkeeping; times are given (seconds of the monotonic clock).
+    """Heartbeat of one delegate: decides when to ping and when it has been silent for too long. No clock, thread or
+    I/O.
 
-    Call `tick` at `next_s` or when convenient after it, and `answered` for each answer, before a tick that is due.
+    Times are arguments (seconds of the monotonic clock). Call `tick` at `next_s` or later, and `answered` for each
+    pong before a tick that is due.
     """
 
     def __init__(self, now_s: float) -> None:
         self.silent_s = 0.0
-        """How long the ping under way has been without answer, while this process ran."""
+        """Seconds since the unanswered ping, counting only time in which this process ran."""
         self.next_s = now_s
         self._last_s = now_s
         self._asked = 0
         self._answered = 0
 
     def exhausts(self, patience_s: float) -> bool:
-        """Return whether it has been silent for too long; there is more patience with its first answer."""
+        """Return whether the delegate has been silent for longer than `patience_s`, or STARTING_S before its first
+        answer."""
         return self.silent_s >= (patience_s if self._answered else max(STARTING_S, patience_s))
 
     def tick(self, now_s: float) -> int | None:
-        """The number of the ping to send now, if one is due."""
+        """Return the number of the ping to send now; None if none is due."""
         if now_s < self.next_s:
             return None
         on_time, elapsed_s = now_s - self.next_s <= LATE_S, now_s - self._last_s
@@ -92,7 +95,7 @@ class Heartbeat:
         return self._asked
 
     def answered(self, number: int) -> None:
-        """It has answered ping `number`."""
+        """Record the pong of ping `number`."""
         self._answered = max(self._answered, number)
         if self._answered == self._asked:
             self.silent_s = 0.0
@@ -105,7 +108,7 @@ class DelegateProcess(ChildProcess):
     """One running delegate process."""
 
     def __init__(self, start: StartDelegate, listeners: Sequence[socket.socket]) -> None:
-        """Starts it, as ChildProcess says."""
+        """Start the process, as ChildProcess does."""
         self.heartbeat = Heartbeat(time.monotonic())
         super().__init__("adaptra_megatron.transport.delegate.delegate", socket.SOCK_SEQPACKET)
         self.channel.settimeout(5.0)
@@ -118,24 +121,24 @@ logger = logger_of(__name__)
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 STEADY_S = 60.0
-"""A delegate that has lived for so long is replaced at once; after each that has not, the pause doubles."""
+"""Lifetime after which a failed delegate is replaced at once; after shorter ones the pause doubles."""
 DRAIN_S = 2.0
 DELEGATE_REPLY_TIMEOUT_S = 0.25
-"""How long a delegate may take to say why it closed the rings of a session."""
+"""Longest time for which a delegate that closed a session's rings may take to report why."""
 
 
 class LinkEnd(Protocol):
-    """This training process's end of a link."""
+    """Interface of one end of a link for the supervisor. Its methods are called by the supervisor's thread."""
 
     @property
     def finished(self) -> bool:
-        """Return whether the peer closed the link on purpose: it is not to be brought up again."""
+        """Return whether the link has been closed on purpose and must not be brought up again."""
 
     def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
-        """A new session has begun, with fresh rings. Any thread may call `give_up`, also long after it has ended."""
+        """Take over the rings of a new session. `give_up` ends it: for any thread, also after it has ended."""
 
     def disconnected(self, cause: str) -> None:
-        """The session is over, or the attempt to begin one failed. Called again for every failed attempt."""
+        """Record that the session, or an attempt to begin one, has ended. Called once for each failed attempt."""
 
 
 @dataclass
@@ -144,18 +147,18 @@ class SupervisedLink:
 
     end: LinkEnd
     request: OpenLink
-    """`session` counts up with every attempt."""
+    """The latest request; its `session` counts the attempts."""
     slots: int
     slot_nbytes: int
     outbound: Ring | None = None
     inbound: Ring | None = None
     retry_s: float | None = None
-    """When to try again; None while a session is up or coming up."""
+    """Time of the next attempt; None while a session is up or coming up."""
     end_at: tuple[float, str] | None = None
-    """When to end the session that is up, and why."""
+    """Time at which to end the session that is up, and the cause."""
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
     transport: str | None = None
-    """What carried its last session; None before the first."""
+    """Wire of its last session; None before the first."""
 
 
 @dataclass
@@ -167,7 +170,7 @@ class _Question:
 
 
 class Supervisor:
-    """A thread that owns the delegate."""
+    """Thread that owns the delegate: starts and replaces it, and brings links up again with back-off."""
 
     def __init__(
         self,
@@ -177,21 +180,20 @@ class Supervisor:
         *,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """Starts the delegate and begins to bring all links up, the first ones.
+        """Start the delegate and begin to bring up all links.
 
-        Args:
-            listeners: become the supervisor's, as those that `listen` adds.
-            patience_s: silence after which a delegate is killed and replaced, counted while this process ran. It
-                doubles each time until a link comes up: whatever takes so long on this machine gets done at last.
+        `listeners`: become the supervisor's, as those of `listen`. `patience_s`: silence after which a delegate is
+        killed and replaced, counted while this process ran; it doubles each time until a link comes up, for slow
+        machines.
         """
         self.starts = 0
-        """Delegates started so far."""
+        """Number of delegates started so far."""
         self._start, self._listeners = start, list(listeners)
         self._links = {link.request.peer: link for link in links}
         self._calls: deque[Callable[[], None]] = deque()
-        """For the thread."""
+        """Calls for the thread to make."""
         self._sessions = itertools.count(1)
-        """Numbers of all links' sessions: none of a link that was closed is taken for one of the next."""
+        """Session numbers, unique over all links: a message about a closed link is never taken for one of the next."""
         self._delegate: DelegateProcess | None = None
         self._began_s = self._restart_s = 0.0
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -200,7 +202,7 @@ class Supervisor:
         self._questions: list[_Question] = []
         self._asked = 0
         self._given_up: deque[tuple[SupervisedLink, int, float, str | None]] = deque()
-        """Sessions that an end found unusable, when, and why."""
+        """(link, session, time, cause) of sessions whose rings an end found unusable."""
         self._closing = False
         self._replaced = RateLimitedLog(logger)
         self._wake, self._woken = socket.socketpair()
@@ -212,32 +214,32 @@ class Supervisor:
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the running delegate."""
+        """Process id of the running delegate; None between two."""
         delegate = self._delegate
         return None if delegate is None else delegate.process.pid
 
     def transport(self, peer: int) -> str | None:
-        """Return what carries the link to `peer`, or carried it last; None before it has come up."""
+        """Return the wire of the link to `peer`, or of its last session; None before it first came up."""
         link = self._links.get(peer)
         return None if link is None else link.transport
 
     def listen(self, listener: socket.socket) -> None:
-        """Have connections accepted here too. Returns at once, as `add` and `remove`; for any thread."""
+        """Accept connections on this listener too. Returns at once, as `add` and `remove`; for any thread."""
         self._calls.append(functools.partial(self._listen_too, listener))
         self._wake_up()
 
     def add(self, link: SupervisedLink) -> None:
-        """Begin to bring a link up; that of an earlier opening must have been removed."""
+        """Begin to bring a link up. That of an earlier opening must have been removed."""
         self._calls.append(functools.partial(self._add, link))
         self._wake_up()
 
     def remove(self, end: LinkEnd, drain_s: float = 0.0) -> None:
-        """Give a link up, once what is in its outbound ring has left, or after `drain_s`."""
+        """Close a link once its outbound ring is empty, or after `drain_s`."""
         self._calls.append(functools.partial(self._remove, end, drain_s))
         self._wake_up()
 
     def counters(self, timeout_s: float) -> DelegateCounters | None:
-        """Return what the running delegate has counted; None if it does not answer in time."""
+        """Return the running delegate's counters; None if it does not answer within `timeout_s`."""
         with self._lock:
             self._asked += 1
             question = _Question(self._asked)
@@ -247,7 +249,7 @@ class Supervisor:
         return question.answer
 
     def close(self) -> None:
-        """End the delegate, letting it send what is in the rings, and the thread. Safe to call twice."""
+        """End thread and delegate; the delegate has DRAIN_S to empty the rings. May be called twice."""
         self._closing = True
         self._wake_up()
         self._thread.join(2 * DRAIN_S + 5.0)
@@ -255,10 +257,9 @@ class Supervisor:
             listener.close()
 
     def _leave_to_the_parent(self) -> None:
-        """In a forked child, where no thread but the forking one goes on: take no lock, and hold nothing open.
+        """In a forked child: close listeners and rings without taking a lock, as no other thread runs there.
 
-        Listeners that a child kept open would take connections that get no answer after the parent has died, and rings
-        would stay when it ends.
+        A child that kept listeners open would accept connections that nobody answers once the parent has failed.
         """
         delegate = self._delegate
         channels = [delegate.channel] if delegate is not None else []
@@ -320,7 +321,7 @@ class Supervisor:
             link.inbound.close()
 
     def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Tell the delegate, if there is one."""
+        """Send a message to the delegate, if one is running."""
         if self._delegate is not None:
             with contextlib.suppress(ControlEndedError):  # seen where the channel is read
                 control.send(self._delegate.channel, message, descriptors)
@@ -349,7 +350,7 @@ class Supervisor:
                 self._went_down(link, link.end_at[1])
 
     def _next_s(self) -> float:
-        """Return when something is to be done though nothing happens."""
+        """Return the time of the next timed action."""
         if self._delegate is None:
             return self._restart_s
         retries = (link.retry_s for link in self._links.values() if link.retry_s is not None)
@@ -357,7 +358,7 @@ class Supervisor:
         return min([self._delegate.heartbeat.next_s, *retries, *ends])
 
     def _listen(self, until_s: float) -> None:
-        """Wait for the delegate, or for being woken, and handle one message."""
+        """Wait for a message of the delegate or a wake-up, until `until_s`, and handle it."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             if self._delegate is not None:
@@ -435,7 +436,7 @@ class Supervisor:
         link.retry_s = time.monotonic() + link.backoff.next_s()
 
     def _feel_the_pulse(self, now_s: float) -> None:
-        """Ping the delegate if that is due, or kill it if it has been silent for too long."""
+        """Send the ping that is due, or kill a delegate that has been silent for too long."""
         assert self._delegate is not None
         heartbeat = self._delegate.heartbeat
         number = heartbeat.tick(now_s)
@@ -448,7 +449,7 @@ class Supervisor:
             self._replace(f"(process {process}) did not answer for {heartbeat.silent_s:.1f} s and was killed")
 
     def _replace(self, what: str) -> None:
-        """The delegate is gone: another one takes over, with a growing pause in case it dies at once."""
+        """Start another delegate after the present one failed, with back-off."""
         self._delegate = None
         if self._closing:
             return

@@ -22,38 +22,38 @@ logger = logger_of(__name__)
 
 INTERVAL_S = 0.2
 STANDS_S = 60.0
-"""The watch may stand for so long, or for the links' own timeout where that is longer."""
+"""Longest time that one check of all links may take, or the links' own timeout where that is longer."""
 _FLUSH_S = 1.0
-"""What has been written may take so long to leave, in a process that ends for a failure."""
+"""Longest time for flushing output in a process that ends because of a failure."""
 
 
 class Failure(NamedTuple):
-    """Reason why a link is no longer usable."""
+    """Failure of a link: cause and time."""
 
     at_s: float
-    """When it failed, or a message was due (time.monotonic)."""
+    """Time of the failure, or at which the overdue message was due (time.monotonic)."""
     cause: str
 
 
 class WatchedLink(Protocol):
-    """Interface of a link for the watch, from its own thread."""
+    """Interface of a link for the watch; called by its thread."""
 
     timeout_s: float
-    """Longest time that a call for it may take."""
+    """Longest time that a call for the link may take."""
 
     def failure(self, now_s: float) -> Failure | None:
         """Return why the link is no longer usable; None while it is. Never waits."""
 
     def abort(self, cause: str) -> None:
-        """End it. Never waits."""
+        """Abort the link. Never waits."""
 
     @property
     def settled(self) -> bool:
-        """Return whether it has ended for good, and needs no watch."""
+        """Return whether the link has ended and its memory is free, so that it needs no watch."""
 
 
 def end_process() -> None:
-    """End this process at once, as one that failed, whatever its other threads and its GPU do."""
+    """End this process at once with a failure, whatever its other threads and its GPU do."""
     with suppress(RuntimeError):  # an interpreter that shuts down starts no threads
         threading.Thread(target=_end_soon, name="adaptra-end", daemon=True).start()
     sys.stdout.flush()
@@ -62,13 +62,13 @@ def end_process() -> None:
 
 
 def _end_soon() -> None:
-    """Whoever is to read what is flushed may have stopped, too."""
+    """End the process after _FLUSH_S even if the reader of its output has stopped."""
     time.sleep(_FLUSH_S)
     os._exit(1)
 
 
 class LinkWatch:
-    """Runs while there are links to look after, from `add` to `close`."""
+    """Thread that checks all links for errors and deadlines, from the first `add` to `close`."""
 
     def __init__(
         self,
@@ -76,21 +76,21 @@ class LinkWatch:
         stands_s: float = STANDS_S,
         last_resort: Callable[[], None] = end_process,
     ) -> None:
-        """`last_resort`: ends the process when the watch itself stands."""
+        """`last_resort`: ends the process when a check itself does not return."""
         self.failed: Callable[[WatchedLink, str], None] = lambda link, cause: link.abort(cause)
-        """Called by the thread with a link and its failure, that which failed first before the others, again and again
-        until the link says so no more."""
+        """Called by the thread with a link and its failure, the earliest failure first, until the link no longer
+        reports it."""
         self._interval_s, self._stands_s, self._last_resort = interval_s, stands_s, last_resort
         self._lock = threading.Lock()
         self._links: list[WatchedLink] = []
         self._closed = threading.Event()
         self._started = False
         self._looks = 0
-        """How often it has looked at all links."""
+        """Number of checks of all links so far."""
         self._logged: set[str] = set()
 
     def add(self, link: WatchedLink) -> None:
-        """Look after a link, until it has settled."""
+        """Watch a link until it has settled."""
         with self._lock:
             self._links.append(link)
             self._stands_s = max(self._stands_s, link.timeout_s)
@@ -101,7 +101,7 @@ class LinkWatch:
         threading.Thread(target=self._watch_itself, name="adaptra-watch-of-watch", daemon=True).start()
 
     def close(self) -> None:
-        """End the threads. Links that have not settled are kept, for the device may still use their memory."""
+        """End the threads. Links that have not settled stay referenced, since the device may still use their memory."""
         self._closed.set()
 
     def _run(self) -> None:

@@ -2,7 +2,7 @@
 """The functions of NCCL that a link needs, called in the library that torch has loaded.
 
 Of the two ends of a link one is rank 0 and one rank 1 of a communicator of its own, which does not block: what takes
-time goes on in threads of NCCL's, `state` tells how it goes, and `abort` ends it at any time, the making of the
+time goes on in NCCL's threads, `in_progress` polls it, and `abort` ends it at any time, the making of the
 communicator included. NVIDIA's own bindings (nccl4py) find the same library, but cannot be installed without saying for
 which CUDA, and bring packages that a dozen functions do not need.
 """
@@ -25,10 +25,10 @@ UNDEFINED = -(1 << 31)
 MAGIC = 0xCAFEBEEF
 
 _NAMES: dict[str, bytes] = {}
-"""Of all communicators, for ever: NCCL keeps the pointer alone, and profiler plugins read there at any time."""
+"""Names of all communicators, never freed: NCCL keeps the pointer, and profiler plugins read it at any time."""
 
 Communicator = int
-"""Opaque: an ncclComm_t."""
+"""Opaque handle: an ncclComm_t."""
 
 
 class Result(enum.IntEnum):
@@ -47,25 +47,25 @@ class CommunicatorConfig:
     """Settings of the communicators of links: Megatron's entry "pp" of --nccl-communicator-config-path."""
 
     max_ctas: int | None = None
-    """Thread blocks of a transfer at most. Each takes a whole multiprocessor while it waits for the other end. None: by
-    what is between the two GPUs, see `most_ctas`."""
+    """Most thread blocks of a transfer; each occupies a multiprocessor while it waits for the peer. None:
+    `most_ctas`."""
     min_ctas: int | None = None
     cga_cluster_size: int | None = None
     net_name: str | None = None
 
 
 _NETWORK_NBYTES_PER_S, _NVLINK_NBYTES_PER_S = 14e9, 20e9
-"""Of one CTA, as NCCL reckons (2.29.7: graph/paths.cc, P2P_PER_CHANNEL_NET_BW; graph/topo.h)."""
+"""Bandwidth of one CTA in bytes/s, as NCCL 2.29.7 assumes (graph/paths.cc P2P_PER_CHANNEL_NET_BW; graph/topo.h)."""
 _HIDDEN_S = 0.5e-3
-"""A message that takes no longer is hidden behind actions, which take milliseconds: more CTAs would gain nothing."""
+"""A message that takes no longer than this is hidden behind actions of milliseconds: more CTAs gain nothing."""
 
 
 def most_ctas(same_host: bool, rnic_gbit_per_s: float, message_nbytes: float = 0.0) -> int:
-    """As many as NCCL itself would take, but no more than a message needs to be hidden. `rnic_gbit_per_s`: of the
-    slower end's fastest RNIC, `message_nbytes`: of the largest message; 0: not known.
+    """Return how many CTAs a link's transfers may take: as many as NCCL would, at most as many as hide a message.
 
-    NCCL takes powers of two: for the network's whole bandwidth (4 where that is not known), 2 without NVLink, and 32 or
-    more with it: a quarter of them leaves computation most of its multiprocessors.
+    `rnic_gbit_per_s`: fastest RNIC of the slower end, 0: unknown. `message_nbytes`: largest message, 0: unknown.
+    NCCL takes powers of two: for the network's whole bandwidth (4 if unknown), 2 without NVLink, 32 or more with it;
+    at most 8 of these are taken there, which leaves computation most multiprocessors.
     """
     nbytes_per_s = _NVLINK_NBYTES_PER_S if same_host else _NETWORK_NBYTES_PER_S
     network = _power_of_two(rnic_gbit_per_s * 1e9 / 8 / nbytes_per_s) if rnic_gbit_per_s > 0 else 4
@@ -74,12 +74,12 @@ def most_ctas(same_host: bool, rnic_gbit_per_s: float, message_nbytes: float = 0
 
 
 def _power_of_two(least: float) -> int:
-    """The lowest that is `least` or more."""
+    """Return the lowest power of two that is at least `least`."""
     return 1 << max(0, math.ceil(least) - 1).bit_length()
 
 
 class NcclConfig(ctypes.Structure):
-    """ncclConfig_t as it begins in all releases since 2.27; NCCL fills in what a caller's is too short for."""
+    """Layout of ncclConfig_t up to the fields that all releases since 2.27 have; NCCL fills in the rest."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -97,20 +97,21 @@ class NcclConfig(ctypes.Structure):
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId, which is passed by value."""
+    """Layout of ncclUniqueId, which is passed by value."""
 
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_NBYTES),)
 
 
 class NcclLibrary:
-    """NCCL. Any thread may call, but no two at a time for one communicator; all calls let other threads run.
+    """Functions of NCCL. Any thread may call, but no two at once for one communicator; all calls release the GIL.
 
-    Raises NcclError for what NCCL refuses. A communicator belongs to the CUDA device that was current at `init_rank`.
+    Raises NcclError for what NCCL refuses. A communicator belongs to the CUDA device that was current at
+    `init_rank`.
     """
 
     def __init__(self, library: Any, runtime: Any = None) -> None:
-        """`library`: a ctypes.CDLL in which libnccl's functions are found, `runtime`: libcudart's, for `transfers`.
-        Raises NcclError where they are not."""
+        """`library`, `runtime`: ctypes.CDLL with libnccl's and libcudart's functions. Raises NcclError where one is
+        missing."""
         self._library, self._runtime = library, runtime
         try:
             for name, (result, *arguments) in _SIGNATURES.items():
@@ -120,19 +121,19 @@ class NcclLibrary:
             raise NcclError(f"the NCCL that torch has loaded cannot be called: {cause}") from cause
 
     def version(self) -> int:
-        """The library's version: 22907 is 2.29.7."""
+        """Return the version as one number: 22907 is 2.29.7."""
         version = ctypes.c_int()
         self._check("ncclGetVersion", self._library.ncclGetVersion(ctypes.byref(version)))
         return version.value
 
     def new_unique_id(self) -> bytes:
-        """Return what two ranks need in common to find each other. NCCL listens for them from now on."""
+        """Return a new ncclUniqueId. NCCL listens for connections with it from now on."""
         unique_id = UniqueId()
         self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(unique_id)))
         return bytes(unique_id)
 
     def init_rank(self, unique_id: bytes, rank: int, name: str, config: CommunicatorConfig) -> Communicator:
-        """Begin to make a communicator of two ranks; `state` tells when it has been made. `name`: for NCCL's log."""
+        """Begin to make a communicator of two ranks; `in_progress` tells when it is made. `name`: for NCCL's log."""
         communicator = ctypes.c_void_p()
         settings = NcclConfig(
             size=ctypes.sizeof(NcclConfig),
@@ -156,7 +157,8 @@ class NcclLibrary:
         return communicator.value
 
     def in_progress(self, communicator: Communicator) -> bool:
-        """Return whether what was begun last still goes on: nothing else may be begun until then. Raises its error."""
+        """Return whether the last call on the communicator is still in progress: no other may begin. Raises its
+        error."""
         state = ctypes.c_int()
         called = self._library.ncclCommGetAsyncError(communicator, ctypes.byref(state))
         self._check("ncclCommGetAsyncError", called, communicator)
@@ -164,7 +166,7 @@ class NcclLibrary:
         return state.value == Result.IN_PROGRESS
 
     def transfers(self, communicator: Communicator, peer: int, stream: int, device: int) -> Transfers:
-        """Return what sends to `peer`, and receives, on a stream (a cudaStream_t) of the device with that index."""
+        """Return native send and receive to `peer` on `stream` (a cudaStream_t) of the device with this index."""
         from adaptra_megatron.transport._device import Transfers  # settings are read without native code or torch
 
         functions = {name: getattr(self._library, name) for name in _OF_TRANSFERS}
@@ -173,7 +175,7 @@ class NcclLibrary:
         return Transfers(addresses, device, communicator, stream, peer)
 
     def finalize(self, communicator: Communicator) -> None:
-        """Begin to let what has been sent leave this host."""
+        """Begin to flush what has been sent."""
         self._check("ncclCommFinalize", self._library.ncclCommFinalize(communicator), communicator)
 
     def destroy(self, communicator: Communicator) -> None:
@@ -181,7 +183,7 @@ class NcclLibrary:
         self._check("ncclCommDestroy", self._library.ncclCommDestroy(communicator))
 
     def abort(self, communicator: Communicator) -> None:
-        """End what is under way, on the device too, and free the communicator. May wait for the device."""
+        """Abort all transfers, on the device too, and free the communicator. May wait for the device."""
         self._check("ncclCommAbort", self._library.ncclCommAbort(communicator))
 
     def _check(self, what: str, result: int, communicator: Communicator | None = None) -> None:
@@ -193,7 +195,7 @@ class NcclLibrary:
 
 
 def torch_nccl() -> NcclLibrary:
-    """NCCL as torch uses it. Raises NcclError where this torch has none that can be called."""
+    """Return the NCCL that torch has loaded. Raises NcclError where this torch has none that can be called."""
     try:
         # What is found through torch's own library is what it was linked with, whatever its path and its version.
         library = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -238,4 +240,4 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetErrorString": (ctypes.c_char_p, ctypes.c_int),
     "ncclGetLastError": (ctypes.c_char_p, _HANDLE),
 }
-"""What each function returns and takes, as nccl.h declares it."""
+"""Return type and argument types of each function, from nccl.h."""

@@ -45,31 +45,31 @@ class NcclSide:
     """Parts that all links of one process share."""
 
     load: Callable[[], NcclLibrary]
-    """Raises NcclError where there is no NCCL."""
+    """Loads NCCL. Raises NcclError where there is none."""
     device: Device
     identity: str
-    """Identity of its GPU, unique in the job. After spaces, its host, the rate of that's RNICs, and the size of
+    """Identity of this process's GPU, unique in the job, then, after spaces, host, rate of its RNICs, size of
     messages."""
     config: CommunicatorConfig
     watch: LinkWatch
     timeout_s: float
-    """Longest time that NCCL may take to launch a transfer: while a queue is full, that waits for the peers."""
+    """Longest time for NCCL to launch a transfer: a full queue waits for the peers."""
     headers: Stream
-    """For small copies from host memory: behind a transfer, on a link's stream, they would hold up a shared queue."""
+    """Stream for small copies from host memory: on the link's own stream they would wait behind a transfer."""
 
 
 class NcclLink:
-    """One end of one session; a `pair_group.LinkGroup`. Threads take turns to send, and to receive."""
+    """One end of one session of a link over NCCL. One thread sends, one receives; `abort` is for any thread."""
 
     tagged = False
 
     def __init__(
         self, store: SealedStore, ends: PairEnds, side: NcclSide, stream: Stream, *, sends: bool, timeout_s: float
     ) -> None:
-        """`store`: a client of this session alone. `stream`: of this link and direction. `sends`:
-        whether this is the source's end. Both ends construct theirs at about the same time.
+        """Connect to the other end, which constructs its own at about the same time.
 
-        Raises RuntimeError when the other end does not come within `timeout_s`, or is on the same GPU.
+        `store`: client of this session alone. `stream`: of this link and direction. `sends`: True at the source.
+        Raises RuntimeError if the other end does not come within `timeout_s`, or is on the same GPU.
         """
         self.ends = ends
         self.timeout_s = side.timeout_s
@@ -77,16 +77,16 @@ class NcclLink:
         self._peer = 1 if sends else 0
         self._lock = threading.Lock()
         self._brought: deque[tuple[torch.Tensor, CudaEvent]] = deque()
-        """Host memory that is copied from, and the event behind that."""
+        """Host memory being copied from, with the event after each copy."""
         self._retained: list[torch.Tensor] = []
-        """What the device may use, now or later, and no event tells when: NCCL has not source that it launched it."""
+        """Tensors that the device may still use though no event tells when: NCCL has not reported their launch."""
         self._calls = threading.Lock()
-        """NCCL's calls on one communicator must not overlap, what frees it included."""
+        """Serialises NCCL's calls on the communicator, freeing included."""
         self._ended, self._freed = threading.Event(), threading.Event()
         self._cause = ENDED
         self._finalize_until_s: float | None = None
         self._connects_until_s: float | None = time.monotonic() + timeout_s
-        """When NCCL gives up to connect; None once it has connected."""
+        """Deadline for NCCL to connect; None once it has connected."""
         if not side.device.idle(stream):
             raise RuntimeError("what an earlier session left on the link's stream has not ended")
         # NCCL would wait for a peer that does not come, and go on listening for it.
@@ -137,23 +137,29 @@ class NcclLink:
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
     def send(self, tensor: torch.Tensor, tag: int, after: int | None = None) -> Work:
-        """Put a send on the link's stream, behind what is on the stream `after` by now (a cudaStream_t); the bytes are
-        held until it is done. NCCL has no tags: order counts."""
+        """Put a send on the link's stream, after what `after` (a cudaStream_t) has been given; bytes are held until
+        it is done.
+
+        NCCL ignores `tag`: messages match by order.
+        """
         return self._begin(True, tensor, after)
 
     def receive(self, buffer: torch.Tensor, tag: int, after: int | None = None) -> Work:
-        """Put a receive on the link's stream, likewise."""
+        """Put a receive on the link's stream, after what `after` has been given."""
         return self._begin(False, buffer, after)
 
     def follow(self, work: Work, deadline_s: float) -> None:
-        """Have what the calling thread computes from now on come after `work`, which is due by `deadline_s`
-        (time.monotonic). Returns at once."""
+        """Make the calling thread's later computation wait for `work`, which must be done by `deadline_s`
+        (time.monotonic).
+
+        Returns at once.
+        """
         if self._ended.is_set():
             raise RuntimeError(self._cause)
         self._transfers.follow(work, self._side.device.current_handle(), deadline_s)
 
     def wait(self, work: Work, timeout_s: float) -> None:
-        """Sleep until `work` is done. The watch keeps the time, and then ends the session."""
+        """Sleep until `work` is done. The watch keeps the deadline and ends the session."""
         if not self._ended.is_set():
             work.deadline_s = time.monotonic() + timeout_s
             work.synchronize()
@@ -161,27 +167,27 @@ class NcclLink:
             raise RuntimeError(self._cause)
 
     def free_done(self) -> None:
-        """Let go of the bytes of what the device is through with."""
+        """Release the tensors of finished transfers."""
         self._transfers.free_done()
 
     def abort(self, cause: str = ENDED) -> None:
-        """End the session: every wait at both ends raises. Returns at once; any thread, any number of times."""
+        """Abort the session: waits at both ends raise. Returns at once; for any thread, any number of times."""
         self._end(cause, finalize_until_s=None)
 
     def close(self, deadline_s: float) -> None:
-        """End the session when all that was sent has left, or at `deadline_s` (time.monotonic), then as `abort`."""
+        """Close the session once all sends have left, or abort it at `deadline_s` (time.monotonic)."""
         while self._transfers.under_way() and not self._ended.is_set() and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
         self._end("the link was closed", finalize_until_s=deadline_s)
 
     def wait_until_freed(self, deadline_s: float) -> bool:
-        """Return whether NCCL has freed what the session took by `deadline_s` (time.monotonic)."""
+        """Return whether NCCL has freed the session's memory by `deadline_s` (time.monotonic)."""
         return self._freed.wait(max(0.0, deadline_s - time.monotonic()))
 
     # What the watch asks.
 
     def failure(self, now_s: float) -> Failure | None:
-        """Return why the session is no longer usable; None while it is, and once it has ended. Never waits."""
+        """Return why the session is no longer usable; None while it is, and after it has ended. Never waits."""
         if self._ended.is_set():
             return None
         late = min(
@@ -202,13 +208,14 @@ class NcclLink:
 
     @property
     def settled(self) -> bool:
-        """Return whether it has ended, and the device is through with all that was put on its stream."""
+        """Return whether the session has ended and the device has finished everything on its stream."""
         if not self._freed.is_set() or self._transfers.under_way():
             return False
         return not (self._retained or self._brought) or self._side.device.idle(self._stream)
 
     def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> tuple[bytes, str]:
-        """The communicator's unique id, made by rank 0 once the other is there, and the identity of the other's GPU."""
+        """Return ncclUniqueId, which rank 0 makes once the other end is there, and the identity of the other end's
+        GPU."""
         store.set_timeout(timedelta(seconds=max(_PAUSE_S, timeout_s)))
         store.set(f"gpu/{rank}", self._side.identity.encode())
         peer = store.get(f"gpu/{1 - rank}").decode()
@@ -239,7 +246,7 @@ class NcclLink:
             calls.release()
 
     def _await_nccl(self, otherwise: str) -> None:
-        """Until NCCL has done, in a thread of its own, what it was asked for."""
+        """Wait until NCCL's own thread has finished the call in progress."""
         began_s = time.monotonic()
         assert self._connects_until_s is not None, "it is made"
         deadline_s = self._connects_until_s
@@ -260,7 +267,7 @@ class NcclLink:
                 self._transfers.end()
 
     def _free_when_ended(self) -> None:
-        """A thread of its own, which may be kept waiting: NCCL frees memory, and that waits for the device."""
+        """Free the communicator in a thread of its own, since freeing waits for the device."""
         self._ended.wait()
         link = f"link from rank {self.ends.source} to rank {self.ends.target}"
         if not self._calls.acquire(timeout=self.timeout_s):
@@ -278,7 +285,7 @@ class NcclLink:
         self._freed.set()
 
     def _finalized(self, until_s: float) -> bool:
-        """Return what has been sent is in NCCL's hands for a while yet: to abort now would lose it."""
+        """Return whether all that was sent has left NCCL by `until_s`; an abort before that would lose it."""
         self._library.finalize(self._communicator)
         while self._library.in_progress(self._communicator):
             if time.monotonic() >= until_s:
@@ -298,7 +305,7 @@ def _deadline_s(work: Work) -> float:
 
 
 def _with_ctas(config: CommunicatorConfig, identity: str, peer: str) -> CommunicatorConfig:
-    """With the same number at both ends, if none was asked for."""
+    """Return the settings with one number of CTAs for both ends, unless the user set one."""
     if config.max_ctas is not None:
         return config
     ends = [[*each.split(), *[""] * 3][1:4] for each in (identity, peer)]
@@ -309,7 +316,7 @@ def _with_ctas(config: CommunicatorConfig, identity: str, peer: str) -> Communic
 
 
 def gpu_identity(device: torch.device, rnic_gbit_per_s: float = 0.0, message_nbytes: int = 0) -> str:
-    """The name of a GPU, the same in all processes and in no other host, that of its host, what its RNICs carry, and
-    the size of its messages, 0 where that varies."""
+    """Return the identity of a GPU, unique over hosts, with its host, the rate of its RNICs, and the size of
+    messages (0: varies)."""
     properties: Any = torch.cuda.get_device_properties(device)
     return f"{properties.uuid} {boot_identity()} {rnic_gbit_per_s:g} {message_nbytes}"

@@ -29,33 +29,33 @@ class PairEnds(NamedTuple):
 
 
 class PairWork(Protocol):
-    """A send or receive under way, as torch.distributed's."""
+    """A send or receive in progress, as torch.distributed's Work."""
 
     def wait(self, timeout: timedelta) -> bool:
-        """Blocks until it is done. Raises RuntimeError where it failed or took too long."""
+        """Block until it is done. Raises RuntimeError if it failed or timed out."""
 
 
 class LinkGroup(Protocol):
-    """One end of one session of a directed link. Threads take turns to send, and to receive; `abort` is for any.
+    """One end of one session of a directed link. One thread sends, one receives; `abort` is for any thread.
 
-    Whatever cannot be done, or is asked of a session that has ended, raises RuntimeError.
+    Every method raises RuntimeError for what cannot be done, and once the session has ended.
     """
 
     ends: PairEnds
     tagged: bool
-    """Set if messages are matched by tags: then none is held up by one that was asked for before it."""
+    """True if messages are matched by tag, so that receives may be posted in any order."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory to receive into, which nothing else uses."""
+        """Return fresh memory for a receive."""
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
-        """A small tensor [n] in host memory, to be sent. Returns at once."""
+        """Return a small tensor [n] of host memory in a form that can be sent. Returns at once."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small tensor [n] that was received, in host memory."""
+        """Return a small received tensor [n] in host memory."""
 
     def begin_after(self, event: CudaEvent) -> None:
-        """What is sent or received from now on begins after `event`. Returns at once."""
+        """Make later sends and receives begin after `event`. Returns at once."""
 
     def send(self, tensor: torch.Tensor, tag: int) -> Any:
         """Begin to send a contiguous tensor; its bytes are held until they have left."""
@@ -70,7 +70,7 @@ class LinkGroup(Protocol):
         """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
 
     def wait_until_freed(self, deadline_s: float) -> bool:
-        """Return whether nothing of the session is left by `deadline_s`, once it has been ended."""
+        """Return whether the ended session has released everything by `deadline_s`."""
 
 
 class PairGroup:
@@ -79,8 +79,8 @@ class PairGroup:
     tagged = True
 
     def __init__(self, group: Any, ends: PairEnds, *, sends: bool) -> None:
-        """`group`: see `epoch_group`; of the two ends, for this session alone. `sends`: whether this is the source's
-        end."""
+        """`group`: process group of the two ends for this session alone (`epoch_group`). `sends`: True at the
+        source."""
         self.ends = ends
         self._group, self._peer = group, 1 if sends else 0
         # Never answered. To let a wait expire is the only way to make gloo close a pair, which ends all other waits.
@@ -96,7 +96,7 @@ class PairGroup:
         return tensor
 
     def begin_after(self, event: CudaEvent) -> None:
-        """What is in host memory has no event."""
+        """Nothing to do: host memory has no events."""
         event.synchronize()
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
@@ -111,7 +111,7 @@ class PairGroup:
         return work
 
     def wait(self, work: PairWork, timeout_s: float) -> None:
-        """Block until `work` is done. Raises RuntimeError where it failed; a wait that expires ends the session."""
+        """Block until `work` is done. Raises RuntimeError if it failed; a timeout ends the session."""
         work.wait(timedelta(seconds=timeout_s))
 
     def abort(self, cause: str = ENDED) -> None:
@@ -120,5 +120,5 @@ class PairGroup:
             self._lifeline.wait(_EXPIRED)
 
     def wait_until_freed(self, deadline_s: float) -> bool:
-        """What is left goes with the last reference."""
+        """Return True: the group is freed with its last reference."""
         return True

@@ -39,7 +39,7 @@ END_S = 2.0
 
 
 class SendingSession:
-    """The source's end. What was sent is held until the target has confirmed it."""
+    """Sending end of a device session. Sent tensors are held until the receiver has confirmed them."""
 
     def __init__(self, group: LinkGroup) -> None:
         self._group = group
@@ -47,11 +47,12 @@ class SendingSession:
         self._next = 0
         self._early: dict[int, tuple[Computed, bool]] = {}
         self._lock = threading.Lock()
-        """Guards what is held: confirmations are not to wait for a send that begins."""
+        """Guards the held tensors, so that a confirmation does not wait for a send."""
         self._held: dict[int, list[tuple[Any, torch.Tensor]]] = {}
 
     def send(self, index: int, message: Computed, *, header: bool) -> None:
-        """Returns at once. `header`: the target does not know the shape. Raises RuntimeError if the session failed."""
+        """Send a message. Returns at once. `header`: send its shape first. Raises RuntimeError if the session
+        failed."""
         with self._turn:
             self._early[index] = message, header
             while (due := self._early.pop(self._next, None)) is not None:
@@ -59,21 +60,21 @@ class SendingSession:
                 self._send(self._next - 1, *due)
 
     def probe(self, index: int, nbytes: int = PROBE_NBYTES) -> None:
-        """As `send`, for a tensor that is not needed afterwards."""
+        """Send `nbytes` of no meaning, as `send`."""
         self.send(index, Computed(self._group.empty((nbytes,), torch.uint8), None), header=False)
 
     def confirmed(self, received: int) -> None:
-        """The target has the first `received`."""
+        """Release the first `received` messages, which the receiver has."""
         with self._lock:
             for index in [index for index in self._held if index < received]:
                 del self._held[index]
 
     def abort(self) -> None:
-        """Break the session; the other end sees it break too."""
+        """Abort the session; the peer sees it fail too."""
         self._group.abort()
 
     def end(self) -> None:
-        """Give the session up."""
+        """End the session and release its group."""
         self._group.abort()
         with self._lock:
             self._held.clear()
@@ -91,27 +92,27 @@ class SendingSession:
 
 
 class _Receive(NamedTuple):
-    """What was asked for."""
+    """A receive to launch."""
 
     place: int
-    """Its index in the session."""
+    """Index in the session."""
     shape: tuple[int, ...] | None
-    """None: a header comes first."""
+    """Shape of the message; None: a header with the shape comes first."""
     dtype: torch.dtype
     probe: bool
 
 
 class _UnderWay(NamedTuple):
-    """What has been launched."""
+    """A receive that has been launched."""
 
     receive: _Receive
     work: Any
     buffer: torch.Tensor
-    """For a header where the receive has no shape."""
+    """Memory being filled: of the header where the shape is unknown."""
 
 
 class ReceivingSession:
-    """The target's end."""
+    """Receiving end of a device session: launches receives in order, and waits for them in a thread."""
 
     def __init__(
         self,
@@ -120,26 +121,27 @@ class ReceivingSession:
         arrived: Callable[[torch.Tensor, float], None],
         failed: Callable[[str], None],
     ) -> None:
-        """`arrived(tensor, time)` is called for each message in turn, `failed(cause)` at most once, by the thread."""
+        """The thread calls `arrived(tensor, time)` for each message in order, and `failed(cause)` at most once."""
         self._group, self._timeout_s = group, timeout_s
         self._arrived, self._failed = arrived, failed
         self._lock = threading.Lock()
         self._early: dict[int, _Receive] = {}
         self._asked = 0
         self._waiting: deque[_Receive] = deque()
-        """Asked for, in order, and not launched."""
+        """Receives that have not been launched, in order."""
         self._standing = 0
-        """Launched, and not waited for to the end."""
+        """Number of receives launched and not finished."""
         self._awaits_body = False
-        """A header has been launched, and nothing can be before what it announces."""
+        """True while a launched header's message has not been launched: nothing may come between the two."""
         self._under_way: queue.SimpleQueue[_UnderWay | Exception | None] = queue.SimpleQueue()
-        """For the thread; an error says why a launch failed."""
+        """Launched receives for the thread; an exception tells why a launch failed."""
         name = f"adaptra-device-receive-{group.ends.source}"
         self._thread = DeviceThread(self._run, name)
         self._thread.start()
 
     def receive(self, index: int, specification: TensorSpecification | None, probe_nbytes: int = PROBE_NBYTES) -> None:
-        """Expect a message like this (without a shape, a header comes before it), or a probe (None). Never waits."""
+        """Post a receive of this specification (without a shape a header comes first), or of a probe (None). Never
+        waits."""
         if specification is None:
             receive = _Receive(index, (probe_nbytes,), torch.uint8, probe=True)
         else:
@@ -152,17 +154,17 @@ class ReceivingSession:
             self._launch_due()
 
     def abort(self) -> None:
-        """Break the session; the other end sees it break too."""
+        """Abort the session; the peer sees it fail too."""
         self._group.abort()
 
     def end(self) -> None:
-        """Give the session up and end the thread. Not to be called by that thread."""
+        """End the session and its thread. Not for that thread."""
         self._under_way.put(None)
         self._group.abort()
         self._thread.join(END_S)
 
     def _launch_due(self) -> None:
-        """Launch what is not to wait for its turn. The caller holds the lock."""
+        """Launch the receives that may be launched now. The caller holds the lock."""
         while self._waiting and not self._awaits_body:
             first = self._waiting[0]
             # Of probes before a message all are sent at once, so none of them stands for long.
@@ -219,18 +221,18 @@ class ReceivingSession:
 
 
 MakeGroup = Callable[[bool, int, float], LinkGroup]
-"""(whether this end sends, session, timeout_s): this end of a device session. Raises RuntimeError."""
+"""(sends, session, timeout_s) -> this end of a device session. Raises RuntimeError."""
 
 
 @dataclass
 class DeviceWork:
-    """Requests of a link to its device path, once it holds no lock."""
+    """Actions for the device path, to be performed without the link's lock."""
 
     sends: list[tuple[DeviceSend[Computed], bool]] = field(default_factory=list)
-    """With or without a header."""
+    """Messages to send, each with whether a header goes first."""
     receives: list[DeviceReceive[TensorSpecification]] = field(default_factory=list)
     begin: list[tuple[bool, int]] = field(default_factory=list)
-    """Flag of the sending side, and the session."""
+    """(this end sends, session) of sessions to make."""
     end: list[tuple[bool, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -238,27 +240,27 @@ class DeviceWork:
 
 
 class DeviceEvents(Protocol):
-    """Calls to a link, from threads of the device path that hold no lock."""
+    """Callbacks of the device path's threads to the link; they hold no lock."""
 
     def device_made(self, as_sender: bool, session: int) -> None:
-        """The session's group has been made at this end."""
+        """Report that the session's group has been made at this end."""
 
     def device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
-        """The next message of a session is here."""
+        """Report that the session's next message has arrived."""
 
     def device_failed(self, as_sender: bool, session: int, cause: str) -> None:
-        """A session is no longer usable, or could not be made."""
+        """Report that a session failed, or could not be made."""
 
 
 _MOST_MAKERS = 8
-"""Attempts to meet that may be under way: a job's store that is stopped keeps each of them."""
+"""Most threads that make sessions at once: while the job's store does not answer, each waits for it."""
 
 
 class DevicePath:
-    """Sessions of a link, one direction independent of the other."""
+    """Device path of one link: sessions of both directions, which are independent of each other."""
 
     def __init__(self, make_group: MakeGroup, events: DeviceEvents, *, meeting_s: float, timeout_s: float) -> None:
-        """`meeting_s`: how long the peer has to come to a new session. `timeout_s`: longest wait for a message."""
+        """`meeting_s`: longest wait for the peer to join a new session. `timeout_s`: longest wait for a message."""
         self._make_group, self._events = make_group, events
         self._meeting_s, self._timeout_s = meeting_s, timeout_s
         self._lock = threading.Lock()
@@ -268,7 +270,7 @@ class DevicePath:
         self._closed = False
 
     def begin(self, as_sender: bool, session: int) -> None:
-        """Meet the peer for a new session, in a thread of its own: the peer may not come."""
+        """Make a session with the peer, in a thread of its own, since the peer may not come."""
         maker = DeviceThread(self._make, "adaptra-meet", (as_sender, session))
         with self._lock:
             self._makers = [thread for thread in self._makers if thread.is_alive()]
@@ -280,7 +282,7 @@ class DevicePath:
             self._events.device_failed(as_sender, session, cause)
 
     def send(self, send: DeviceSend[Computed], *, header: bool) -> None:
-        """Send a message, with its shape if the peer does not know it, or a probe."""
+        """Send a message or a probe. `header`: send the shape first."""
         with self._lock:
             session = self._sending.get(send.session)
         if session is None:
@@ -294,28 +296,28 @@ class DevicePath:
             self._events.device_failed(True, send.session, f"torch.distributed reported: {cause}")
 
     def receive(self, receive: DeviceReceive[TensorSpecification]) -> None:
-        """Expect a message that looks like this, or a probe."""
+        """Post a receive of a message or a probe."""
         with self._lock:
             session = self._receiving.get(receive.session)
         if session is not None:
             session.receive(receive.index, receive.specification, receive.probe_nbytes)
 
     def confirmed(self, session: int, received: int) -> None:
-        """The peer has the first `received` of what a session carried: drop them."""
+        """Release the first `received` messages of a session, which the peer has."""
         with self._lock:
             sending = self._sending.get(session)
         if sending is not None:
             sending.confirmed(received)
 
     def end(self, as_sender: bool, session: int) -> None:
-        """Give a session up."""
+        """End a session."""
         with self._lock:
             ended = self._sending.pop(session, None) if as_sender else self._receiving.pop(session, None)
         if ended is not None:
             ended.end()
 
     def close(self) -> None:
-        """End all sessions. Waits for those that are being made."""
+        """End all sessions, waiting for those that are being made."""
         until_s = time.monotonic() + self._meeting_s + 1.0
         for maker in self._makers:
             maker.join(max(0.0, until_s - time.monotonic()))
@@ -328,7 +330,7 @@ class DevicePath:
             session.end()
 
     def abort_all(self) -> None:
-        """Break every session at this end, as a failing network would: what is under way on them comes to nothing."""
+        """Abort every session at this end, as a failing network would."""
         with self._lock:
             sessions = self._all()
         for session in sessions:

@@ -61,7 +61,7 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 
 class LinkParts:
-    """Everything that the lock of one end of a link guards. Callers hold that lock."""
+    """Parts of one end of a link, all guarded by its lock. Callers hold that lock."""
 
     def __init__(
         self,
@@ -75,9 +75,8 @@ class LinkParts:
         events: DeviceEvents,
         payload_ready: Callable[[], None],
     ) -> None:
-        """`events` and `payload_ready`, called without the lock: what the device path brings; the next message to send
-        has begun to leave the device, or it cannot. For the others see DualLink.
-        """
+        """`events`, `payload_ready`: called without the lock, for what the device path brings, and once the next
+        message to send can leave the device (or never will). The others: see DualLink."""
         self.has_device_path = second is not None
         if second is None:
             second = SecondPath(PathSettings(), _never, ControlChannel(_never))
@@ -104,13 +103,13 @@ class LinkParts:
     # What the training thread asks for.
 
     def check_usable(self, key: MessageKey, now_s: float, *, receiving: bool) -> None:
-        """Raises TransportError where no path could do what is asked for, unless the message is here."""
+        """Raise TransportError if no path can carry `key`; not for a received message that is already here."""
         by_device = self.paths.receiver.alive if receiving else self.paths.sender.device_healthy
         if now_s >= self._broken_from_s(by_device=by_device) and not (receiving and key in self.receive_queue):
             raise self.error(key, now_s, now_s, receiving=receiving)
 
     def ask_for(self, key: MessageKey, now_s: float) -> None:
-        """A receive of `key` is posted."""
+        """Post the receive of `key`."""
         if key not in self.receive_queue:
             self.reader.ask(key)
         self.receive_queue.post(key, now_s)
@@ -118,7 +117,8 @@ class LinkParts:
             self.writer.acknowledge()
 
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[MessageArrival, float]:
-        """A message that was asked for, and when it was. Raises TransportError if it is lost, or late."""
+        """Return a posted message and the time of its receive. Raises TransportError if it cannot come, or at
+        `deadline_s`."""
         self._awaited = key
         arrived = self.reader.wait_for(lambda: key in self.receive_queue, deadline_s, key)
         self._awaited = None
@@ -127,9 +127,9 @@ class LinkParts:
         return self.receive_queue.pop(key)
 
     def attend(self, keys: Sequence[MessageKey], since_s: float) -> float:
-        """Do what having waited for `keys` since `since_s` calls for; returns when to call this again.
+        """Handle a long wait for `keys` that began at `since_s`; return when to call this again.
 
-        Raises TransportError for one that is lost.
+        Raises TransportError for a message that cannot come any more.
         """
         now_s = time.monotonic()
         again_s = math.inf
@@ -141,7 +141,7 @@ class LinkParts:
         return again_s
 
     def flush(self, deadline_s: float) -> None:
-        """Wait until everything is acknowledged. Raises TransportError if it is not by the deadline."""
+        """Wait until all messages are acknowledged. Raises TransportError at `deadline_s`."""
         self._flushing = True
         flushed = self.reader.wait_for(self._all_sent, deadline_s)
         self._flushing = False
@@ -151,7 +151,7 @@ class LinkParts:
     # What the host path and the device path bring.
 
     def begin(self, session: Session) -> None:
-        """A session of the host path has begun: what is not acknowledged is sent again."""
+        """Begin a session of the host path: resend everything that is not acknowledged."""
         self.state.begin(session)
         self.state.health.up()
         self.retransmit_queue.rewind()
@@ -160,7 +160,7 @@ class LinkParts:
         self.paths.host_changed(up=True)
 
     def end(self, cause: str) -> None:
-        """The session is over, or the attempt to begin one failed."""
+        """End the session of the host path, or record that one did not begin."""
         self.state.health.down(cause, time.monotonic())
         self.state.session = None
         self.state.note_end(cause)
@@ -168,7 +168,7 @@ class LinkParts:
         self.paths.host_changed(up=False)
 
     def deliver(self, key: MessageKey, arrival: MessageArrival) -> None:
-        """A message has come, by either path."""
+        """Take in a message that arrived by either path."""
         if not self.receive_queue.arrive(key, arrival):
             return
         self._arrival_signal.arrived(key)
@@ -176,7 +176,7 @@ class LinkParts:
             self.state.notify_waiting()
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """A note has come; returns below which number all have. Raises ValueError for one that cannot be."""
+        """Take in a note; return the number below which all have arrived. Raises ValueError for an impossible one."""
         if not self.has_device_path:
             raise ValueError(f"note {number}, but this link has one path only")
         acknowledged_below = self.paths.on_note_received(number, packet)
@@ -184,7 +184,7 @@ class LinkParts:
         return acknowledged_below
 
     def error(self, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
-        """The error for a message that has been under way since `since_s`."""
+        """Return the error for a message that has been in flight since `since_s`."""
         doing = "waited for" if receiving else "could not send"
         told = self.has_device_path and not self.state.health.over
         also = self.paths.device_in_words(receiving=receiving) if told else ""
@@ -194,7 +194,7 @@ class LinkParts:
     # What the reader tells and asks.
 
     def take(self, event: Event, receipt: Receipt | None) -> None:
-        """An event of the inbound ring. Raises ValueError for one that cannot be."""
+        """Handle an event of the inbound ring. Raises ValueError for an impossible one."""
         if receipt is not None:
             self.deliver(key_of(event), MessageArrival(event.sequence, receipt, event.arrived_s))
         elif event.kind == Event.Kind.ACK:
@@ -217,13 +217,13 @@ class LinkParts:
                 raise ValueError("a probe, but this link has one path only")
 
     def given_up_from_s(self, key: MessageKey | None) -> float:
-        """Return when waiting for `key` (None: for everything to be sent) stops making sense."""
+        """Return the time at which waiting for `key` (None: for all sends) fails."""
         if key is not None:
             return self._broken_from_s(by_device=self.paths.receiver.expects(key))
         return self._broken_from_s(by_device=self.paths.sender.device_healthy and not len(self.retransmit_queue))
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """Return when to look whether something has to be done for what has been waited for since `since_s`."""
+        """Return when to check again what has been waited for since `since_s`."""
         return self.paths.look_again_s(key, since_s, now_s)
 
     def _all_sent(self) -> bool:
@@ -234,7 +234,8 @@ class LinkParts:
             self.state.notify_waiting()
 
     def _broken_from_s(self, *, by_device: bool) -> float:
-        """Return when the link stops making sense. `by_device`: whether its device path could do what is asked for."""
+        """Return the time at which waits on the link fail. `by_device`: the device path could still carry the
+        message."""
         return math.inf if by_device and not self.state.health.over else self.state.health.broken_from_s()
 
     def _not_sent(self, now_s: float) -> TransportError:
@@ -252,14 +253,13 @@ def _never(*_arguments: object) -> NoReturn:
 logger = logger_of(__name__)
 
 _GREETING = MessageKey(0, Direction.ACTIVATION, (1 << 16) - 1, 0)
-"""No model has as many chunks."""
+"""Key of the greeting: no model has so many chunks."""
 
 
 class DualLink:
-    """Both directions between this rank and a peer. Made known to the supervisor, which brings it up.
+    """One end of the link to a peer, both directions. The supervisor brings it up.
 
-    It owns the link's lock: each method takes it for its caller, unless it says otherwise, and calls what the link is
-    made of with it.
+    It owns the link's lock: unless a method says otherwise, it takes the lock and calls the parts with it held.
     """
 
     def __init__(
@@ -271,14 +271,13 @@ class DualLink:
         opens_s: float = 0.0,
         second: SecondPath | None = None,
     ) -> None:
-        """`device`: where the tensors are that are sent, and that received ones are to be brought to; None: the CPU.
-        `arrival_signal`: rings for all that arrives. `opens_s`: see LinkHealth. `second`: None for the host path only.
-        """
+        """`device`: of the tensors; None: the CPU. `arrival_signal`: notified of every arrival. `opens_s`: see
+        LinkHealth. `second`: parts of the device path; None: host path only."""
         self.sessions = 0
-        """How often the link came up."""
+        """Number of sessions of the host path so far."""
         self.ends = ends
         self.opening = 1
-        """Which opening of the link this is, settled before it comes up."""
+        """Number of this opening of the link; agreed on before it comes up."""
         self._settings = settings
         signal = arrival_signal if arrival_signal is not None else ArrivalSignal()
         self._lock = threading.Lock()
@@ -295,29 +294,29 @@ class DualLink:
     # What brings it up, and ends it, calls: from any thread.
 
     def takes(self, transport: str) -> None:
-        """What is to carry it has been settled."""
+        """Set the wire that carries the host path."""
         with self._lock:
             self._health.travels(one_network=WIRES[transport].one_network)
 
     def begin(self) -> None:
-        """Bring up the device path, if there is to be one. Until then, all goes by the host path."""
+        """Bring up the device path, if the link has one. Until then all messages take the host path."""
         if self._parts.has_device_path:
             self._paths.thread.start()
 
     def fail(self, cause: str) -> None:
-        """It does not come up."""
+        """Record that the link does not come up."""
         with self._lock:
             self._state.fail(cause)
 
     @property
     def unusable(self) -> bool:
-        """Return whether it carries nothing any more, for whatever reason."""
+        """Return whether the link can carry nothing any more: closed, aborted or failed."""
         return self._state.finished or self._health.failed
 
     # What the training thread calls.
 
     def wait_until_up(self, deadline_s: float) -> None:
-        """Raises TransportError if the link does not come up in time."""
+        """Wait until the host path is up. Raises TransportError at `deadline_s`, or once the link has failed."""
         with self._lock:
             while self._state.session is None:
                 left_s = deadline_s - time.monotonic()
@@ -326,14 +325,14 @@ class DualLink:
                 self._state.state_changed.wait(left_s)
 
     def send_greeting(self, greeting: torch.Tensor) -> None:
-        """The first message over the host path, which both ends know; before all others. Raises as `post_send`."""
+        """Send the greeting, the first message over the host path. Raises as `post_send`."""
         outgoing, now_s = self._outgoing(_GREETING, greeting), time.monotonic()
         with self._lock:
             self._parts.check_usable(_GREETING, now_s, receiving=False)
             self._parts.host.send(_GREETING, outgoing, 0, now_s)
 
     def receive_greeting(self, greeting: torch.Tensor, deadline_s: float) -> None:
-        """Receive the peer's, and wait until it has this end's. Raises TransportError if it is not as this end's."""
+        """Receive the peer's greeting and wait until it has this end's. Raises TransportError if they differ."""
         with self._lock:
             self._parts.ask_for(_GREETING, time.monotonic())
         received, _times = self._wait(_GREETING, deadline_s)
@@ -345,7 +344,8 @@ class DualLink:
         self.flush(deadline_s)
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
-        """Returns when it was posted. Raises TransportError for what cannot travel and where the link is broken."""
+        """Post a message; return when and by which path. Raises TransportError if it cannot be sent, or the link has
+        failed."""
         outgoing, now_s = self._outgoing(key, tensor), time.monotonic()
         with self._lock:
             self._parts.check_usable(key, now_s, receiving=False)
@@ -355,13 +355,13 @@ class DualLink:
         return MessageTimes(key, self.ends.peer, now_s, now_s, tensor.nbytes, path)
 
     def describe(self, specification: TensorSpecification) -> None:
-        """Say what the messages to come look like, for the device path, on which they may not say so themselves."""
+        """Set shape and dtype of the messages to come, which the device path does not transmit."""
         with self._lock:
             self._parts.micro_batches = specification.micro_batches
             self._paths.describe(specification)
 
     def post_receive(self, key: MessageKey) -> None:
-        """Ask for a message. Raises TransportError where the link is broken and the message is not here."""
+        """Post a receive. Raises TransportError if the link has failed and the message has not arrived."""
         now_s = time.monotonic()
         with self._lock:
             self._parts.check_usable(key, now_s, receiving=True)
@@ -371,24 +371,24 @@ class DualLink:
         self._paths.do(work)
 
     def prefer(self, path: Path) -> None:
-        """Send by this path while it is healthy, from the next agreed message on."""
+        """Prefer `path` while it is healthy, from the next message that both ends agree on."""
         with self._lock:
             self._paths.prefer(path)
 
     def measure(self) -> None:
-        """Probe the path that messages do not take, unless it is being probed, with messages of the usual size."""
+        """Probe the path that is not in use with messages of the usual size, unless a burst is in flight."""
         with self._lock:
             self._paths.measure(self._copies.device)
             work = self._paths.take_prompt()
         self._paths.do(work)
 
     def take_probes(self) -> list[ProbeTimes]:
-        """Times of the bursts of probes that ended since the last call."""
+        """Return the probe bursts that have ended since the last call."""
         with self._lock:
             return self._paths.take_probes()
 
     def path_counters(self) -> PathCounters | None:
-        """For reports and tests; None for a link with the host path only."""
+        """Return counters for reports and tests; None for a link with the host path only."""
         with self._lock:
             return self._paths.counters() if self._parts.has_device_path else None
 
@@ -397,15 +397,15 @@ class DualLink:
         return key in self._receive_queue
 
     def attend(self, keys: Sequence[MessageKey], since_s: float) -> float:
-        """Do what having waited for `keys` since `since_s` calls for; returns when to call this again.
+        """Handle a long wait for `keys` that began at `since_s`; return when to call this again.
 
-        Raises TransportError for one that is lost.
+        Raises TransportError for a message that cannot come any more.
         """
         with self._lock:
             return self._parts.attend(keys, since_s)
 
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
-        """A message that was asked for. Raises TransportError if it is lost, or not here at the deadline."""
+        """Return a posted message. Raises TransportError if it cannot come any more, or at `deadline_s`."""
         return self._wait(key, deadline_s)
 
     def _wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
@@ -416,12 +416,13 @@ class DualLink:
         return tensor, MessageTimes(key, self.ends.peer, posted_s, arrival.arrived_s, tensor.nbytes, path)
 
     def flush(self, deadline_s: float) -> None:
-        """Wait until the peer has acknowledged all messages. Raises TransportError if it does not by the deadline."""
+        """Wait until the peer has acknowledged all messages. Raises TransportError at `deadline_s`."""
         with self._lock:
             self._parts.flush(deadline_s)
 
     def close(self) -> None:
-        """Say what is still to be said to the peer, unless the link was ended; end the threads. Safe to call twice."""
+        """Send the last acknowledgements and FIN, unless the link was aborted, and end the threads. May be called
+        twice."""
         with self._lock:
             self._state.closing = True
             for thread in (self._writer.thread, self._reader.thread, self._paths.thread):
@@ -440,23 +441,23 @@ class DualLink:
 
     @property
     def unacknowledged(self) -> int:
-        """Messages that are kept to be sent again."""
+        """Number of messages kept for a possible resend."""
         with self._lock:
             return len(self._parts.retransmit_queue)
 
     @property
     def stale(self) -> int:
-        """Messages of attempts that had ended, which were dropped."""
+        """Number of messages of ended attempts that were dropped."""
         return self._receive_queue.stale
 
     @property
     def doubles(self) -> int:
-        """Messages that came again and were dropped."""
+        """Number of duplicates that were dropped."""
         return self._reader.doubles + self._receive_queue.doubles
 
     @property
     def uses_device(self) -> bool:
-        """Return whether messages go, or are awaited, by another path than the host path."""
+        """Return whether messages take, or are expected on, the device path."""
         with self._lock:
             return self._paths.uses_device
 
@@ -464,11 +465,11 @@ class DualLink:
 
     @property
     def finished(self) -> bool:
-        """Return whether the link is not to be brought up again."""
+        """Return whether the link must not be brought up again."""
         return self._state.finished
 
     def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
-        """A new session has begun: what is not acknowledged is sent again."""
+        """Begin a session of the host path: resend everything that is not acknowledged."""
         self._copies.use_rings(outbound, inbound)
         with self._lock:
             self.sessions += 1
@@ -477,35 +478,35 @@ class DualLink:
             logger.info("link %s, to %s: the host path is up again", self.ends, self.ends.there)
 
     def disconnected(self, cause: str) -> None:
-        """The session is over, or the attempt to begin one failed."""
+        """End the session of the host path, or record that one did not begin."""
         with self._lock:
             self._parts.end(cause)
 
     # What the line tells.
 
     def on_connected(self) -> None:
-        """The peer's host answers."""
+        """Record that the control connection is up: the peer's host answers."""
         with self._lock:
             self._health.line_changed(None)
             self._paths.on_reconnected()
 
     def on_disconnected(self, cause: str) -> None:
-        """The peer's host does not answer."""
+        """Record that the control connection is down: the peer's host does not answer."""
         with self._lock:
             self._health.line_changed(cause)
             self._state.notify_waiting()
 
     def on_peer_running(self, running: bool) -> None:
-        """The peer's process has stopped running, or runs again."""
+        """Record whether the peer's process runs or is stopped."""
         with self._lock:
             self._health.on_peer_running(running, time.monotonic())
 
     def on_rank_failed(self, rank: int, cause: str) -> None:
-        """A rank is gone for good."""
+        """Record that a rank has failed: the link fails with its cause."""
         self._end(rank, cause)
 
     def ended(self, cause: str) -> None:
-        """The link is ended, by either end: what is under way on it comes to nothing. Any thread."""
+        """Abort the link: in-flight messages fail with AbortedError(cause). Thread-safe."""
         self._end(None, cause)
         self._device.abort_all()
 
@@ -515,7 +516,7 @@ class DualLink:
             self._state.notify_waiting()
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """A note has come by the line; returns below which number all have."""
+        """Take in a note of the control connection; return the number below which all have arrived."""
         with self._lock:
             try:
                 return self._parts.on_note_received(number, packet)
@@ -524,7 +525,7 @@ class DualLink:
                 return 0
 
     def noted(self, below: int) -> None:
-        """The peer has all notes below this number."""
+        """Release notes below this number, which the peer has."""
         with self._lock:
             self._paths.noted(below)
 
@@ -552,7 +553,7 @@ class DualLink:
             self._writer.thread.wake()
 
     def _outgoing(self, key: MessageKey, tensor: torch.Tensor) -> Computed:
-        """Return what to send, checked. Raises TransportError for what cannot travel."""
+        """Return the message in the form that is sent. Raises TransportError if it cannot be sent over this link."""
         check_can_travel(key, tensor, self._copies.device, self._settings.max_message_nbytes)
         # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
         return self._copies.computed(tensor.detach().contiguous())

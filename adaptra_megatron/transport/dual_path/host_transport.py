@@ -35,9 +35,9 @@ from adaptra_megatron.transport.setup.rnic_affinity import started_on
 logger = logger_of(__name__)
 
 CLOSES_S = 5.0
-"""How long closing waits for links that are being opened or taken down."""
+"""Longest time for closing links that are being opened or taken down."""
 COMES_UP_S = 60.0
-"""How long links may take to come up, once their ends have met: a delegate has as long to import what it needs."""
+"""Longest time for links to come up once their ends have met: a delegate has as long to import its modules."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class HostCounters:
 
     delegate_starts: int
     refused: dict[str, int]
-    """Connections that the present delegate did not admit, by reason; empty if it does not answer."""
+    """Number of connections that the running delegate refused, by reason; empty if it does not answer."""
     links: dict[int, LinkCounters]
     """By peer."""
 
 
 class HostTransport:
-    """Transport through a delegate process."""
+    """Transport over links with a host path (delegates) and, given `maker`, a device path."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class HostTransport:
         maker: LinkMaker | None = None,
         device: Device | None = None,
     ) -> None:
-        """Called by all stages of the pipeline at the same point; returns when all their links are up and have greeted.
+        """Bring up and greet all links of this rank's pipeline. Called by all its stages at the same point.
 
-        `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths` and
-        `maker`: when to use the device path, and what makes it; None: never. `device`: of the tensors; None: the CPU.
-        Raises TransportError on all stages alike if one cannot take part, or a link does not come up.
+        `chunks`: model chunks per stage; with several, the last stage and the first are linked too. `paths`,
+        `maker`: settings and maker of the device path; None: host path only. `device`: of the tensors; None: the
+        CPU. Raises TransportError on all stages alike if one cannot take part, or a link does not come up.
         """
         layout = rendezvous.layout
         self.rank, self._layout, self._settings = layout.rank, layout, settings
@@ -116,7 +116,7 @@ class HostTransport:
         return link
 
     def _greet(self) -> None:
-        """A tensor each way over the host path of each link, compared bit by bit. Raises TransportError."""
+        """Send a tensor each way over the host path of each link and compare it bit by bit. Raises TransportError."""
         deadline_s = time.monotonic() + self._limit_s
         expected = greeting() if self._device is None else greeting().to(self._device.device)
         for link in self._links.values():
@@ -170,7 +170,8 @@ class HostTransport:
         return link
 
     def describe(self, specification: TensorSpecification) -> None:
-        """Messages describe themselves here; only where they live matters. Raises TransportError for another device."""
+        """Set shape, dtype and device of the messages to come. Raises TransportError for another device than the
+        links'."""
         device = torch.device("cpu") if self._device is None else self._device.device
         if specification.device != device:
             raise TransportError(
@@ -197,7 +198,7 @@ class HostTransport:
         return self._links[self._peer_of[key]].ready(key)
 
     def can_poll(self, peer: int) -> bool:
-        """Threads of a link see what comes by either path, but on a GPU the device path has kernels in its queues."""
+        """Return whether arrivals can be polled: not while a GPU's device path has kernels in its queues."""
         return self._device is None or not self._link(peer).uses_device
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
@@ -233,13 +234,13 @@ class HostTransport:
         return sent, received
 
     def counters(self, timeout_s: float = 5.0) -> HostCounters:
-        """For reports and tests; waits for the delegate's answer."""
+        """Return counters for reports and tests; waits for the delegate's answer, at most `timeout_s`."""
         answer = self._opener.supervisor.counters(timeout_s)
         refused = {} if answer is None else answer.refused
         return HostCounters(self.delegate_starts, refused, self.link_counters())
 
     def link_counters(self) -> dict[int, LinkCounters]:
-        """By peer. Never waits."""
+        """Return the counters of each link, by peer. Never waits."""
         return {
             peer: LinkCounters(
                 transport=self._opener.transport(peer),
@@ -254,28 +255,28 @@ class HostTransport:
 
     @property
     def peers(self) -> Sequence[int]:
-        """Ranks that this one has links to."""
+        """Ranks to which this rank has links."""
         return list(self._links)
 
     def prefer(self, peer: int, path: Path) -> None:
-        """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
+        """Prefer `path` for messages to `peer` while it is healthy; without a device path nothing changes."""
         self._links[peer].prefer(path)
 
     def measure(self, peer: int) -> None:
-        """Begin to probe the path that messages to `peer` do not take; `take_probes` has the result, some time later.
+        """Begin to probe the path to `peer` that is not in use, by a burst of messages of the usual size.
 
-        A burst of messages of the usual size, one after the other. Nothing happens while that path is down, on a link
-        with the host path only, and before the first message. Never waits.
+        `take_probes` returns the times later. Nothing happens while that path is down, on a link without a device
+        path, and before the first message. Never waits.
         """
         self._links[peer].measure()
 
     def take_probes(self) -> list[ProbeTimes]:
-        """The bursts that have ended since the last call, of all links."""
+        """Return the probe bursts of all links that have ended since the last call."""
         return [probe for link in self._links.values() for probe in link.take_probes()]
 
     @property
     def delegate_starts(self) -> int:
-        """Return how often this rank's delegate was started: 1 unless it died."""
+        """Number of times this rank's delegate was started: 1 unless it failed."""
         return self._opener.supervisor.starts
 
     @property
@@ -284,7 +285,7 @@ class HostTransport:
         return self._opener.supervisor.process_id
 
     def report_failure(self, cause: str) -> None:
-        """Tell all peers, who tell theirs, that this rank ends with an error. Returns at once."""
+        """Report to all peers, which pass it on, that this rank ends with an error. Returns at once."""
         self._opener.lines.fail(cause)
 
     def close(self, *, drained: bool = True) -> bool:
@@ -296,7 +297,7 @@ class HostTransport:
 
 
 def _together(rendezvous: Rendezvous, name: str, step: Callable[[], None]) -> None:
-    """A step of all stages. Raises TransportError on all of them where it fails on one, whatever it raises."""
+    """Run a step of all stages. Raises TransportError on all of them if it fails on one, whatever it raises."""
     failure: Exception | None = None
     try:
         step()
@@ -306,7 +307,7 @@ def _together(rendezvous: Rendezvous, name: str, step: Callable[[], None]) -> No
 
 
 def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:
-    """Stages that `stage` exchanges messages with; `wrap`: the first and the last are neighbours too."""
+    """Return the stages linked to `stage`; `wrap`: the first and the last are linked too."""
     candidates = {stage - 1, stage + 1}
     if wrap:
         candidates = {candidate % stages for candidate in candidates}

@@ -36,30 +36,31 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 
 class Opening(NamedTuple):
-    """Statement of one end of a link about itself."""
+    """One end's statement about its link, published in the store."""
 
     number: int = 0
-    """How often the link has been opened, at the end that has done so most often as far as this one knows."""
+    """Number of openings of the link: the greater of both ends', as far as this end knows."""
     open: bool = False
 
 
 class LinkOpenings:
-    """Openings of one link at one of its ends. Pure bookkeeping, not safe for threads."""
+    """Openings of one link, at one end. No I/O; not thread-safe."""
 
     def __init__(self, number: int = 0) -> None:
-        """`number`: openings before; one, which is open, for a link that is made at the start."""
+        """`number`: openings so far; 1, open, for a link made at the start."""
         self.mine = Opening(number, open=number > 0)
 
     def begin(self) -> None:
-        """This end opens the link."""
+        """Record that this end opens the link."""
         self.mine = Opening(self.mine.number + 1, open=True)
 
     def end(self) -> None:
-        """This end has closed it."""
+        """Record that this end has closed it."""
         self.mine = self.mine._replace(open=False)
 
     def agreed(self, theirs: Opening) -> bool:
-        """Return whether both ends are at one opening, by what the peer says; follows a peer that is ahead."""
+        """Return whether both ends are at the same opening, given the peer's; adopts the number of a peer that is
+        ahead."""
         if not (self.mine.open and theirs.open):
             return False
         if theirs.number > self.mine.number:
@@ -70,12 +71,12 @@ class LinkOpenings:
 logger = logger_of(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-3, 0.2
-"""Between two looks at what the peer has put into the store."""
+"""Shortest and longest pause between two polls of the peer's entry in the store."""
 
 
 @dataclass
 class _Task:
-    """The latest that is done for the link to a peer."""
+    """The latest task for the link to a peer."""
 
     thread: threading.Thread
     link: weakref.ref[DualLink]
@@ -83,12 +84,12 @@ class _Task:
 
 
 class LinkOpener:
-    """One rank's, with the delegate's supervisor and the lines of all its links."""
+    """Opens and closes the links of one rank, with the delegate's supervisor and the control connections."""
 
     def __init__(self, control: ControlStore, layout: JobLayout, setup: HostSetup, settings: HostSettings) -> None:
-        """`setup`: becomes the opener's, which starts no link before `start`."""
+        """`setup`: becomes the opener's. No link is started before `start`."""
         self.control = control
-        """Where the two ends of a link meet: in the present epoch."""
+        """Store in which the two ends of a link meet, of the present generation."""
         self._client: tuple[ControlStore, SealedStore] | None = None
         self._layout, self._setup, self._settings = layout, setup, settings
         self._openings: dict[int, LinkOpenings] = {}
@@ -96,7 +97,7 @@ class LinkOpener:
         self._lock = threading.Lock()
         """Guards `setup` and the tasks."""
         self._reaching = threading.Lock()
-        """Guards the client. Held while the store is reached, which may stand still: nothing that ends waits for it."""
+        """Guards the store's client. Held during requests, which may not return; so closing never takes it."""
         listeners = list(setup.line_listeners.values())
         spread = not settings.is_fault_tolerant
         self.lines = ControlConnections(
@@ -106,12 +107,12 @@ class LinkOpener:
 
     @property
     def supervisor(self) -> Supervisor:
-        """The delegate's."""
+        """Supervisor of the delegate."""
         assert self._supervisor is not None, "there is one once the links have been started"
         return self._supervisor
 
     def start(self, links: Iterable[DualLink]) -> None:
-        """Begin to bring up the links whose peers have been met, for which this is the first opening."""
+        """Bring up the links of the start, whose peers have been met: their first opening."""
         made = []
         for link in links:
             self._openings[link.ends.peer] = LinkOpenings(link.opening)
@@ -120,20 +121,22 @@ class LinkOpener:
         self.lines.begin()
 
     def transport(self, peer: int) -> str:
-        """Return what carries the link to `peer`, or is to; "" while that is open."""
+        """Return the wire of the link to `peer`; "" until it has been chosen."""
         return self.supervisor.transport(peer) or self._setup.transports.get(peer, "")
 
     def open(self, link: DualLink, limit_s: float) -> None:
-        """Begin to bring a link up, which fails where that takes longer than `limit_s`. Returns at once."""
+        """Begin to bring up a link, which fails after `limit_s`. Returns at once."""
         self._begin(link, lambda task: self._open(link, task, time.monotonic() + limit_s))
 
     def take_down(self, link: DualLink, cause: str | None) -> None:
-        """Begin to end a link at both ends, and to give back what it holds; `cause`: see `lines.Fin`. Nothing is to be
-        done for one in whose place another has been opened: it was taken down before that."""
+        """Begin to end a link at both ends and to release what it holds. `cause`: see `lines.Fin`.
+
+        Does nothing for a link that another opening has replaced: that has taken it down.
+        """
         self._begin(link, lambda task: self._take_down(link, cause), unless_replaced=True)
 
     def close(self, links: Iterable[DualLink], limit_s: float) -> None:
-        """End everything. Safe to call twice."""
+        """End all links, threads and the delegate. May be called twice."""
         until_s = time.monotonic() + limit_s
         with self._lock:
             tasks = list(self._tasks.values())
@@ -149,7 +152,7 @@ class LinkOpener:
         self._setup.close()
 
     def _begin(self, link: DualLink, work: Callable[[_Task], None], *, unless_replaced: bool = False) -> None:
-        """Have a thread do something for a link, once what was to be done for the same peer before is over."""
+        """Run `work` for a link in a thread, after the previous task for the same peer."""
 
         def run() -> None:
             if earlier is not None:
@@ -177,7 +180,8 @@ class LinkOpener:
             link.fail(f"it could not be opened: {cause}")
 
     def _agree(self, link: DualLink, task: _Task, deadline_s: float) -> bool:
-        """Meet the peer. False where the link is given up first; raises TransportError where the peer does not come."""
+        """Agree with the peer on an opening. Returns False if cancelled; raises TransportError if the peer does not
+        come."""
         rank, peer, backoff = self._layout.rank, link.ends.peer, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         with self._lock:
             for kind in self._setup.listen_for(self._setup.listeners_for(peer), [rank, peer]):
@@ -217,7 +221,8 @@ class LinkOpener:
             logger.debug("link %s: its end cannot be published: %s", link.ends, problem)
 
     def _store(self) -> SealedStore:
-        """The client of the present epoch, which all links share: no request waits for a peer. Raises RuntimeError."""
+        """Return the shared client of the present generation's store; no request waits for a peer. Raises
+        RuntimeError."""
         with self._reaching:
             control = self.control
             if self._client is None or self._client[0] is not control:
@@ -229,7 +234,7 @@ class LinkOpener:
         store.set(f"{self._layout.rank}/{peer}", json.dumps([opening, asdict(self._setup.mine)]).encode())
 
     def _prepared(self, link: DualLink) -> SupervisedLink:
-        """Return what the supervisor needs of a link, whose line comes up from now on."""
+        """Return the link for the supervisor, and bring up its control connection."""
         peer, transport = link.ends.peer, self._setup.transports[link.ends.peer]
         link.takes(transport)
         self.lines.add(peer, self._setup.place(peer), link, link.opening)

@@ -55,7 +55,7 @@ logger = logger_of(__name__)
 
 
 class DeviceSide:
-    """Callers hold the link's lock, unless it says otherwise."""
+    """Actions of a link on its device path. Callers hold the link's lock, except for `do`."""
 
     def __init__(
         self, state: HostLinkState, sender: Sender[Computed], receiver: Receiver[TensorSpecification], path: DevicePath
@@ -67,13 +67,13 @@ class DeviceSide:
 
     @property
     def pending(self) -> bool:
-        """Return whether there is work to take."""
+        """Return whether actions are pending."""
         return bool(self._work)
 
     def add(
         self, sender: SenderEffects[Computed], receiver: ReceiverEffects[TensorSpecification], *, header: bool
     ) -> None:
-        """What the two ask of the device path. `header`: whether messages must say what they look like."""
+        """Add the actions of sender and receiver. `header`: whether messages need a header with their shape."""
         work = self._work
         work.sends += [(send, header) for send in sender.sends]
         work.receives += receiver.receives
@@ -81,7 +81,7 @@ class DeviceSide:
         work.end += [(True, session) for session in sender.end] + [(False, session) for session in receiver.end]
 
     def take_prompt(self) -> DeviceWork:
-        """What takes no time; the rest stays pending."""
+        """Return the actions that take no time; the others stay pending."""
         work = self._work
         if not work:
             return self._nothing
@@ -89,14 +89,14 @@ class DeviceSide:
         return DeviceWork(sends=work.sends, receives=work.receives)
 
     def take_all(self) -> DeviceWork:
-        """All that is pending."""
+        """Return all pending actions."""
         work, self._work = self._work, DeviceWork()
         for as_sender, _session in work.end:
             self._log_end(as_sender)
         return work
 
     def do(self, work: DeviceWork) -> None:
-        """Without the lock."""
+        """Perform the actions. Without the lock."""
         for send, header in work.sends:
             self._path.send(send, header=header)
         for receive in work.receives:
@@ -120,20 +120,19 @@ class DeviceSide:
 # Messages, also those that the device path did not bring; notes, confirmations of what that brought, and probes.
 
 _CONFIRMS = 1 << 63
-"""An acknowledgement with this bit is of the device path: a session, and how many of its messages have arrived."""
+"""Bit that marks an acknowledgement of the device path: session, and number of its messages that have arrived."""
 _COUNT_BITS = 40
 
 
 def confirmation(sequence: int) -> tuple[int, int] | None:
-    """Return what an acknowledgement says of the device path: session, and messages received. None if it is of the
-    host's."""
+    """Return (session, messages received) of a device-path acknowledgement; None for one of the host path."""
     if not sequence & _CONFIRMS:
         return None
     return (sequence & ~_CONFIRMS) >> _COUNT_BITS, sequence & ((1 << _COUNT_BITS) - 1)
 
 
 class HostSide:
-    """Callers hold the link's lock."""
+    """Actions of a link on its host path. Callers hold the link's lock."""
 
     def __init__(
         self,
@@ -144,29 +143,29 @@ class HostSide:
         due: deque[int],
         channel: ControlChannel,
     ) -> None:
-        """`due`: the sequence numbers that `writer` is to acknowledge."""
+        """`due`: sequence numbers that `writer` is to acknowledge."""
         self._state, self._retransmit_queue, self._copies, self._writer = state, retransmit_queue, copies, writer
         self._due, self._channel = due, channel
 
     def send(self, key: MessageKey, message: Computed, number: int, now_s: float) -> None:
-        """Send a message. Raises TransportError when the device failed."""
+        """Send a message. Raises TransportError if the device failed."""
         self._writer.enqueue(key, self._copies.stage(message), number, now_s)
 
     def acknowledged(self, sequence: int) -> None:
-        """The peer has what was sent with this number, and needs it no more than once."""
+        """Release the message of this sequence number, which the peer has."""
         message = self._retransmit_queue.acknowledge(sequence)
         if message is not None and message.key is None and not message.probe:
             self._channel.acknowledged(message.number)
 
     def send_note(self, note: Note, now_s: float) -> None:
-        """Send a note; `channel` knows of it until the peer does."""
+        """Send a note; `channel` keeps it until the peer has acknowledged it."""
         packet = packed(note)
         number = self._channel.post(packet, now_s)
         payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
         self._writer.enqueue(None, payload, number, now_s)
 
     def confirm(self, session: int, received: int, now_s: float) -> None:
-        """Say that the first `received` of what a session carried are here; by note while the host path is down."""
+        """Acknowledge the first `received` messages of a device session; by note while the host path is down."""
         if self._state.session is None:
             self.send_note(Received(session, received), now_s)
             return
@@ -175,18 +174,18 @@ class HostSide:
 
     @property
     def can_probe(self) -> bool:
-        """Return whether a probe would leave now, and find none before it."""
+        """Return whether a probe would leave at once, with none before it."""
         return self._state.session is not None and not self._retransmit_queue.probing
 
     def send_probe(self, message: Computed, number: int, now_s: float) -> None:
-        """Send what is only there to be measured."""
+        """Send a probe."""
         try:
             self._writer.enqueue(None, self._copies.stage(message), number, now_s, probe=True)
         except TransportError as cause:
             self._state.health.fail(str(cause))
 
     def move(self, effects: SenderEffects[Computed], now_s: float) -> None:
-        """Messages between the host path and the device path."""
+        """Move messages between the two paths, as the sender demands."""
         if not effects.withdrawals and not effects.resends:
             return
         waiting = {message.number: message for message in self._retransmit_queue.messages(elsewhere=True)}
@@ -200,7 +199,8 @@ class HostSide:
         self._state.notify_waiting()
 
     def unacknowledged(self) -> list[Posted[Computed]]:
-        """The messages that the host path carries, for the device path; none if the device does not give them back."""
+        """Return the host path's unacknowledged messages, for the device path; none if the device does not return
+        them."""
         try:
             return [
                 Posted(message.number, message.key, message.payload.computed())
@@ -225,7 +225,7 @@ _IDLE_S = 60.0
 
 @dataclass(frozen=True)
 class SecondPath:
-    """Parts that a link needs for a device path as well as its host path."""
+    """Settings and parts of a link's device path."""
 
     settings: PathSettings
     make_group: MakeGroup
@@ -233,7 +233,8 @@ class SecondPath:
 
 
 class PathSwitch:
-    """Callers hold the link's lock, unless it says otherwise. Until `thread` is started, all goes by the host path."""
+    """Path selection of a link. Callers hold the link's lock, except for `do`. Until `thread` runs, all takes the
+    host path."""
 
     def __init__(
         self, lock: threading.Lock, state: HostLinkState, second: SecondPath, host: HostSide, device: DevicePath
@@ -242,7 +243,7 @@ class PathSwitch:
         self.sender: Sender[Computed] = Sender(second.settings, lambda message: message.tensor.nbytes, is_computed)
         self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
         self.thread = LinkThread(lock, f"adaptra-paths-{state.ends.peer}", self._next_work)
-        """Keeps time, says notes that are overdue, and does slow work on the device path; ends once the link closes."""
+        """Thread for timed actions, overdue notes and slow actions on the device path; ends once the link closes."""
         self._state, self._host, self._device_path, self._channel = state, host, device, second.channel
         self._device = DeviceSide(state, self.sender, self.receiver, device)
         self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, host.send_probe)
@@ -253,7 +254,7 @@ class PathSwitch:
     # What the training thread asks for. After these, it takes the work that is due, and does it without the lock.
 
     def send(self, key: MessageKey, message: Computed, now_s: float) -> Path:
-        """Send the next message; returns the path it takes. Raises TransportError when the device failed."""
+        """Send the next message; return its path. Raises TransportError if the device failed."""
         self._usual_nbytes = message.tensor.nbytes
         posted, path = self.sender.post(key, message)
         if path is Path.HOST:
@@ -261,11 +262,11 @@ class PathSwitch:
         return path
 
     def receive(self, key: MessageKey) -> None:
-        """Expect the next message, by whichever path."""
+        """Post the receive of the next message, for either path."""
         self.receiver.post(key, self._specification)
 
     def measure(self, device: torch.device) -> None:
-        """Probe the path that messages do not take, unless it is being probed, with messages of the usual size.
+        """Probe the path that is not in use with messages of the usual size, unless a burst is in flight.
 
         `device`: of the tensors.
         """
@@ -278,32 +279,32 @@ class PathSwitch:
             self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
 
     def take_prompt(self) -> DeviceWork:
-        """What the calling thread is to `do` at once; the rest is for this object's thread."""
+        """Return the actions that the calling thread is to `do` at once; the rest is for `thread`."""
         self._settle_effects()
         work = self._device.take_prompt()
         self._wake_if_pending()
         return work
 
     def do(self, work: DeviceWork) -> None:
-        """Without the lock."""
+        """Perform device-path actions. Without the lock."""
         self._device.do(work)
 
     def describe(self, specification: TensorSpecification) -> None:
-        """Say what the messages to come look like."""
+        """Set shape and dtype of the messages to come."""
         self._specification = specification
 
     def prefer(self, path: Path) -> None:
-        """Send by this path while it is healthy, from the next agreed message on."""
+        """Prefer `path` while it is healthy, from the next message that both ends agree on."""
         self.sender.prefer(path)
         self.thread.wake()
 
     def take_probes(self) -> list[ProbeTimes]:
-        """Times of the bursts of probes that ended since the last call."""
+        """Return the probe bursts that have ended since the last call."""
         measured, self._measured = self._measured, []
         return measured
 
     def counters(self) -> PathCounters:
-        """For reports and tests."""
+        """Return counters for reports and tests."""
         health = self._state.health
         down_since_s = health.down_since_s
         down = down_since_s is not None and time.monotonic() - down_since_s > self.settings.host_patience_s
@@ -319,11 +320,11 @@ class PathSwitch:
 
     @property
     def uses_device(self) -> bool:
-        """Return whether messages go, or are awaited, by the device path."""
+        """Return whether messages take, or are expected on, the device path."""
         return self.sender.path is Path.DEVICE or self.sender.retained > 0 or self.receiver.in_use
 
     def device_in_words(self, *, receiving: bool) -> str:
-        """Return what an error is to say of the device path."""
+        """Return the state of the device path, as a part of an error message."""
         half = self.receiver if receiving else self.sender
         carries = self.receiver.carries if receiving else self.sender.path is Path.DEVICE
         alive = self.receiver.proven if receiving else self.sender.device_healthy
@@ -332,8 +333,7 @@ class PathSwitch:
         return "the device path is up" + ("" if carries else ", but the two ranks could not agree to change to it")
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """Return when to call this again for what has been waited for since `since_s` (None: for everything to be
-        sent)."""
+        """Return when to call this again while waiting since `since_s` for `key` (None: for all sends)."""
         look_again_s = now_s + self.settings.suspicion_s
         if key is not None and self.receiver.expects(key):
             look_again_s = min(look_again_s, self.receiver.suspect(since_s, now_s))
@@ -343,7 +343,7 @@ class PathSwitch:
     # What the host path and the line bring.
 
     def host_changed(self, *, up: bool) -> None:
-        """The host path is up again, or down: what was written last may be lost, and the peer wait for it alone."""
+        """Record that the host path is up or down. Acknowledgements written last may not have arrived: repeat them."""
         self.receiver.confirm_again()
         if up:
             self._host_probes.drop()  # what was under way tells how long the link was down
@@ -351,18 +351,18 @@ class PathSwitch:
         self.thread.wake()
 
     def acknowledged(self, sequence: int) -> None:
-        """The peer has, and needs, what was sent with this number, or what it says of the device path."""
+        """Handle an acknowledgement: of a host-path message, or of a device session's messages."""
         if (confirmed := confirmation(sequence)) is None:
             self._host.acknowledged(sequence)
         else:
             self._confirmed(*confirmed)
 
     def probed(self, number: int, arrived_s: float) -> None:
-        """A probe has come by the host path."""
+        """Answer a probe that arrived by the host path."""
         self._host.send_note(HostProbed(number, arrived_s), time.monotonic())
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """A note has come; returns below which number all have. Raises ValueError for one that cannot be."""
+        """Take in a note; return the number below which all have arrived. Raises ValueError for an impossible one."""
         now_s = time.monotonic()
         for readable in self._channel.take(number, packet):
             note = decode_note(readable)
@@ -375,11 +375,11 @@ class PathSwitch:
         return self._channel.acknowledged_below
 
     def noted(self, below: int) -> None:
-        """The peer has all notes below this number."""
+        """Release notes below this number, which the peer has."""
         self._channel.noted(below)
 
     def on_reconnected(self) -> None:
-        """The line has come up, maybe again."""
+        """Record that the control connection is up, perhaps again."""
         self._channel.on_reconnected()
         self.thread.wake()
 
@@ -402,7 +402,7 @@ class PathSwitch:
     # What the device path brings.
 
     def made(self, as_sender: bool, session: int) -> None:
-        """The session's group has been made at this end."""
+        """Record that the session's group has been made at this end."""
         if as_sender:
             self.sender.made(session, time.monotonic())
         else:
@@ -411,12 +411,13 @@ class PathSwitch:
         self.thread.wake()
 
     def arrived(self, session: int, nbytes: int, arrived_s: float) -> MessageKey | None:
-        """The next message of a session is here; returns its key, None for what nothing waits for. Then `settle`."""
+        """Record the arrival of a session's next message; return its key, None if nothing waits for it. Then call
+        `settle`."""
         number = self.receiver.arrived(session, nbytes, arrived_s)
         return None if number is None or number < 0 else self.receiver.key(number)
 
     def failed(self, as_sender: bool, session: int, cause: str) -> None:
-        """A session is no longer usable, or could not be made."""
+        """Record that a session failed, or could not be made."""
         (self.sender if as_sender else self.receiver).failed(session, cause)
         self._settle_effects()
         self.thread.wake()
@@ -424,7 +425,7 @@ class PathSwitch:
     # Effects: those on the host path at once, those on the device path once a thread does them without the lock.
 
     def settle(self) -> None:
-        """Do what the sender and the receiver ask for."""
+        """Perform the pending effects of sender and receiver."""
         self._settle_effects()
         self._wake_if_pending()
 

@@ -26,44 +26,45 @@ from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, unpac
 # Brings notes to the peer once and in order: by the host path, and by the link's line while that does not answer.
 
 OVERDUE_S = 0.2
-"""How long the host path has for a note before it goes by the line too."""
+"""Longest time for the host path to get a note acknowledged before the control connection carries it too."""
 
 
 class ControlChannel:
-    """Numbers and order of both directions of one link. Not safe for threads: the link's lock guards it."""
+    """Numbers and orders the notes of both directions of a link. Not thread-safe: callers hold the link's lock."""
 
     def __init__(self, send: Callable[[int, bytes], None]) -> None:
-        """`send(number, packet)` puts a note on the line. Returns at once; it may be lost if the line breaks."""
+        """`send(number, packet)` puts a note on the control connection. Returns at once; the note is lost if that
+        breaks."""
         self._send = send
         self._posted = 0
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._unacknowledged: dict[int, tuple[bytes, float]] = {}
         self._sent: set[int] = set()
-        """Numbers that have been put on the line since it last came up."""
+        """Notes put on the control connection since it last came up."""
 
     def post(self, packet: bytes, now_s: float) -> int:
-        """A new note: returns the number under which the host path is to carry it."""
+        """Keep a new note until it is acknowledged; return its number."""
         number = self._posted
         self._posted += 1
         self._unacknowledged[number] = (packet, now_s)
         return number
 
     def acknowledged(self, number: int) -> None:
-        """The peer has it."""
+        """Release this note, which the peer has."""
         self._unacknowledged.pop(number, None)
 
     def noted(self, below: int) -> None:
-        """The peer has all below this number."""
+        """Release all notes below this number, which the peer has."""
         for number in [number for number in self._unacknowledged if number < below]:
             del self._unacknowledged[number]
 
     def on_reconnected(self) -> None:
-        """What was put on the line before may be lost."""
+        """Mark all notes as unsent: those on the former control connection may be lost."""
         self._sent.clear()
 
     def send_overdue(self, now_s: float) -> None:
-        """Put on the line what the host path has not brought in time."""
+        """Put overdue notes on the control connection."""
         for number, (packet, posted_s) in self._unacknowledged.items():
             if number not in self._sent and now_s >= posted_s + OVERDUE_S:
                 self._sent.add(number)
@@ -71,12 +72,12 @@ class ControlChannel:
 
     @property
     def overdue_from_s(self) -> float:
-        """Return when the next note is to go by the line."""
+        """Return when the next note becomes overdue."""
         unsent = (posted_s for number, (_, posted_s) in self._unacknowledged.items() if number not in self._sent)
         return min(unsent, default=math.inf) + OVERDUE_S
 
     def take(self, number: int, packet: bytes) -> list[bytes]:
-        """A note has come: what can be read now, in order. Doubles change nothing."""
+        """Take in a note; return those that can be read now, in order. Duplicates change nothing."""
         if number >= self._next:
             self._early[number] = packet
         readable = []
@@ -87,48 +88,48 @@ class ControlChannel:
 
     @property
     def acknowledged_below(self) -> int:
-        """All notes below this number have come."""
+        """Number below which all notes have arrived."""
         return self._next
 
 
 NOTE_NBYTES = 1 << 16
-"""The longest control message that is written or read."""
+"""Largest note, in bytes."""
 MOST_PROBES = 64
 """Most probes in a burst."""
 MOST_NBYTES = 1 << 32
-"""Largest message that a control message may name."""
+"""Largest message that a note may name, in bytes."""
 
 
 class CreateSession(TaggedMessage, tag="meet", frozen=True):
-    """From the sender: let us make the process group of this session."""
+    """From the sender: make the process group of this session."""
 
     session: Natural
 
 
 class Open(TaggedMessage, tag="open", frozen=True):
-    """From the sender: messages from `number` on go by the device path, until further notice."""
+    """From the sender: messages from `number` on take the device path."""
 
     session: Natural
     number: Natural
     skipped: list[Natural] = []
-    """Beyond `number`, yet not sent: the receiver has them."""
+    """Numbers beyond `number` that are not sent again: the receiver has them."""
 
 
 class Close(TaggedMessage, tag="close", frozen=True):
-    """Sender to receiver: stop using the device path; answered by Frozen."""
+    """From the sender: stop using the device path; answered by ReceivePosted."""
 
     session: Natural
 
 
 class ReceivePosted(TaggedMessage, tag="frozen", frozen=True):
-    """From the receiver, in answer to Close: before `number`, messages are already expected on the device path."""
+    """From the receiver, in answer to Close: before `number`, receives are already posted on the device path."""
 
     session: Natural
     number: Natural
 
 
 class SwitchAt(TaggedMessage, tag="until", frozen=True):
-    """From the sender: messages from `number` on go by the host path."""
+    """From the sender, in answer to ReceivePosted: messages from `number` on take the host path."""
 
     session: Natural
     number: Natural
@@ -142,7 +143,7 @@ class Failed(TaggedMessage, tag="failed", frozen=True):
 
 
 class Dead(TaggedMessage, tag="dead", frozen=True):
-    """From the receiver: the session is over; of all that it carried, the first `received` have arrived."""
+    """From the receiver: the session is over, and the first `received` of its messages have arrived."""
 
     session: Natural
     received: Natural
@@ -150,14 +151,14 @@ class Dead(TaggedMessage, tag="dead", frozen=True):
 
 
 class QuerySent(TaggedMessage, tag="ask", frozen=True):
-    """From the receiver: all before this index have arrived; has the message of this index been sent?"""
+    """From the receiver: has the message of this index been sent? All before it have arrived."""
 
     session: Natural
     index: Natural
 
 
 class SentCount(TaggedMessage, tag="sent", frozen=True):
-    """From the sender, in answer to Ask: yes, as all before `count`; the message asked for has so many bytes."""
+    """From the sender, in answer to QuerySent: the first `count` have been sent; the one asked after has `nbytes`."""
 
     session: Natural
     count: Natural
@@ -165,14 +166,14 @@ class SentCount(TaggedMessage, tag="sent", frozen=True):
 
 
 class Received(TaggedMessage, tag="received", frozen=True):
-    """From the receiver, where acknowledgements cannot go by the host path: the first `count` have arrived."""
+    """From the receiver, while the host path is down: the first `count` messages of the session have arrived."""
 
     session: Natural
     count: Natural
 
 
 class Measure(TaggedMessage, tag="measure", frozen=True):
-    """From the sender, whose messages go by the host path: next on the device path come `count` probes of `nbytes`."""
+    """From the sender, while messages take the host path: `count` probes of `nbytes` follow on the device path."""
 
     session: Natural
     count: Annotated[int, msgspec.Meta(ge=0, le=MOST_PROBES)]
@@ -180,13 +181,13 @@ class Measure(TaggedMessage, tag="measure", frozen=True):
 
 
 class ReadyForProbe(TaggedMessage, tag="awaiting", frozen=True):
-    """From the receiver, in answer to Measure: these probes can come."""
+    """From the receiver, in answer to Measure: receives of the probes are posted."""
 
     session: Natural
 
 
 class Probed(TaggedMessage, tag="probed", frozen=True):
-    """From the receiver: a probe that measures the device path has arrived, at this moment of its clock."""
+    """From the receiver: a device-path probe arrived at `arrived_s` (receiver's monotonic clock)."""
 
     session: Natural
     index: Natural
@@ -194,7 +195,7 @@ class Probed(TaggedMessage, tag="probed", frozen=True):
 
 
 class HostProbed(TaggedMessage, tag="host_probed", frozen=True):
-    """From the receiver: this probe of the host path has arrived, at this moment of its clock."""
+    """From the receiver: host-path probe `number` arrived at `arrived_s` (receiver's monotonic clock)."""
 
     number: Natural
     arrived_s: float
@@ -206,6 +207,6 @@ Note = FromSender | FromReceiver | HostProbed
 
 
 def decode_note(packet: bytes) -> Note:
-    """A note from how it travels (`typed_messages.packed`). Raises ValueError for what no peer of ours says."""
+    """Decode a note (`typed_messages.packed`). Raises ValueError for one that no sender writes."""
     note: Note = unpacked(packet, Note, NOTE_NBYTES)
     return note

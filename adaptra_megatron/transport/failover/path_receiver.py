@@ -40,22 +40,22 @@ from adaptra_megatron.transport.message_keys import MessageKey
 Specification = TypeVar("Specification")
 
 _REMEMBERED = 1024
-"""Messages asked for, the latest: a dead host path leaves no more than its window without an acknowledgement."""
+"""Number of latest keys kept: more than the host path's window, which bounds how old an unacknowledged one is."""
 _CONFIRMED_TOGETHER = 8
 _CONFIRMED_NBYTES = 32 << 20
 _PROVES, _MEASURES = -1, -2
-"""Instead of a message's number: that of a probe, by what it is for."""
+"""Numbers that stand for probes: of a new session, and of a burst that measures."""
 
 
 @dataclass(frozen=True)
 class DeviceReceive(Generic[Specification]):
-    """To be received in this session with this index; a negative number means a probe."""
+    """A receive to post in this session with this index; a negative number means a probe."""
 
     session: int
     index: int
     number: int
     specification: Specification | None
-    """What it looks like; None for a probe."""
+    """Shape and dtype; None for a probe."""
     probe_nbytes: int = PROBE_NBYTES
 
 
@@ -66,11 +66,11 @@ class ReceiverEffects(Generic[Specification]):
     notes: list[FromReceiver] = field(default_factory=list)
     receives: list[DeviceReceive[Specification]] = field(default_factory=list)
     confirm: tuple[int, int] | None = None
-    """Session, and how much of it has arrived, for the sender to know."""
+    """(session, number of its messages that have arrived) to acknowledge."""
     begin: list[int] = field(default_factory=list)
-    """Sessions whose group is to be made."""
+    """Sessions to make."""
     end: list[int] = field(default_factory=list)
-    """Sessions whose group is to be given up."""
+    """Sessions to end."""
 
     def __bool__(self) -> bool:
         return bool(self.notes or self.receives or self.confirm or self.begin or self.end)
@@ -78,10 +78,10 @@ class ReceiverEffects(Generic[Specification]):
 
 @dataclass
 class _Interval:
-    """Numbers that a session carries."""
+    """Interval of message numbers that a session carries."""
 
     next: int
-    """The first that no receive has been issued for."""
+    """First number without a receive."""
     until: int | None
     skipped: frozenset[int]
 
@@ -99,38 +99,39 @@ class _Session:
     number: int
     ready: bool = False
     issued: int = 0
-    """Receives so far: the index of the next."""
+    """Number of receives posted so far: the index of the next."""
     received: int = 0
     confirmed: int = 0
     unconfirmed_nbytes: int = 0
     ahead: deque[_Interval | _Burst] = field(default_factory=deque)
-    """What receives are yet to be issued for, in order."""
+    """Intervals and bursts whose receives have not all been posted, in order."""
     opened: _Interval | None = None
     """The latest interval."""
     frozen: int | None = None
-    """While the sender makes up its mind, nothing from this number on is issued."""
+    """Number from which on no receive is posted until SwitchAt comes; None: no Close is in progress."""
     waiting: deque[int] = field(default_factory=deque)
-    """Numbers of the receives under way, in order; negative for probes."""
+    """Numbers of the posted receives, in order; negative for probes."""
     asked_s: float = math.inf
     sent: int = 0
-    """How much the sender says it has sent, when that came, and how large the first of it is that has not come."""
+    """`sent`: count of the sender's last SentCount, `sent_s`: its arrival, `sent_nbytes`: size of the first missing
+    message."""
     sent_s: float = math.inf
     sent_nbytes: int = 0
 
 
 class Receiver(Generic[Specification]):
-    """Not safe for threads: its link's lock guards it."""
+    """Receiving end of a directed link. Not thread-safe: callers hold the link's lock."""
 
     def __init__(self, settings: PathSettings) -> None:
         self.posted = 0
         self.effects: ReceiverEffects[Specification] = ReceiverEffects()
         self.deaths = 0
-        """Device sessions that ended."""
+        """Number of device sessions that have ended."""
         self.cause = "it has not come up yet"
         self.died: str | None = None
-        """Cause of death of the last session that had let its probes through."""
+        """Cause of the end of the last session that had passed its probes."""
         self.was_healthy = False
-        """Set if the session that ended last had carried messages."""
+        """True if the session that ended last had carried messages."""
         self._settings = settings
         self._transfers = TransferTimes(settings)
         self._asked: dict[int, tuple[MessageKey, Specification]] = {}
@@ -138,35 +139,35 @@ class Receiver(Generic[Specification]):
 
     @property
     def alive(self) -> bool:
-        """Return whether messages may come by the device path."""
+        """Return whether messages may arrive by the device path."""
         return self._session is not None
 
     @property
     def proven(self) -> bool:
-        """Return whether the device path has let all probes of its session through."""
+        """Return whether the session has passed its probes."""
         return self._session is not None and self._session.received >= self._settings.probes
 
     @property
     def carries(self) -> bool:
-        """Return whether messages have come by the device path, or are expected on it, since it was last made."""
+        """Return whether this session has carried messages, or is to."""
         return self._session is not None and self._session.opened is not None
 
     @property
     def in_use(self) -> bool:
-        """Return whether messages are to come by the device path from now on, or are still under way on it."""
+        """Return whether messages are to come, or are in flight, on the device path."""
         current = self._session
         if current is None or current.opened is None:
             return False
         return current.opened.until is None or any(number >= 0 for number in current.waiting)
 
     def expects(self, key: MessageKey) -> bool:
-        """Return whether the device path owes this message."""
+        """Return whether this message is expected on the device path."""
         return self._session is not None and any(
             number >= 0 and self.key(number) == key for number in self._session.waiting
         )
 
     def post(self, key: MessageKey, specification: Specification) -> int:
-        """The training asks for the next message of the directed link; returns its number."""
+        """Number the next message of the directed link, whose receive is posted; return the number."""
         number = self.posted
         self._asked[number] = (key, specification)
         self._asked.pop(number - _REMEMBERED, None)
@@ -175,11 +176,11 @@ class Receiver(Generic[Specification]):
         return number
 
     def key(self, number: int) -> MessageKey:
-        """Key of a message that was asked for, not too long ago."""
+        """Return the key of one of the latest messages."""
         return self._asked[number][0]
 
     def made(self, session: int) -> None:
-        """The group of a session has been made at this end."""
+        """Record that the session's group has been made."""
         current = self._session
         if current is None or current.number != session:
             self.effects.end.append(session)
@@ -190,7 +191,8 @@ class Receiver(Generic[Specification]):
         self._issue()
 
     def arrived(self, session: int, nbytes: int, now_s: float) -> int | None:
-        """The session's next message is here; returns its number, None if the session is over: then it never came."""
+        """Record the arrival of the session's next message; return its number, None if the session is over (it then
+        counts as not arrived)."""
         current = self._session
         if current is None or current.number != session:
             return None
@@ -210,12 +212,12 @@ class Receiver(Generic[Specification]):
         return number
 
     def confirm_again(self) -> None:
-        """The sender may have missed the last confirmation."""
+        """Repeat the last acknowledgement, which may not have arrived."""
         if self._session is not None and self._session.confirmed:
             self.effects.confirm = (self._session.number, self._session.confirmed)
 
     def failed(self, session: int, cause: str) -> None:
-        """The session is over: what has not arrived will come by the host path."""
+        """End the session: what has not arrived will come by the host path."""
         current = self._session
         if current is None or current.number != session:
             return
@@ -229,7 +231,7 @@ class Receiver(Generic[Specification]):
         self.effects.end.append(session)
 
     def on_note(self, note: FromSender, now_s: float) -> None:
-        """A note has come; but for Meet, those of other sessions mean nothing."""
+        """Handle a note. All but CreateSession are ignored if they are of another session."""
         if isinstance(note, CreateSession):
             if self._session is not None:
                 self.failed(self._session.number, "the sender began another session")
@@ -261,10 +263,10 @@ class Receiver(Generic[Specification]):
             current.sent, current.sent_s, current.sent_nbytes = note.count, now_s, note.nbytes
 
     def suspect(self, since_s: float, now_s: float) -> float:
-        """The training has waited since `since_s` for something that the device path owes.
+        """Check a message of the device path that the training has waited for since `since_s`.
 
-        Asks the sender whether it was sent at all, and gives the session up where it was and still does not come.
-        Returns when to call this again.
+        Asks the sender whether it was sent, and declares the session dead if it was and is overdue. Returns when to
+        call this again.
         """
         current, settings = self._session, self._settings
         if current is None or not current.waiting:
@@ -286,8 +288,8 @@ class Receiver(Generic[Specification]):
         return now_s + settings.suspicion_s
 
     def _issue(self) -> None:
-        """Issue the receives that are due, in the order in which the sender sends: only of what has been asked for, as
-        the others' sizes are not known yet."""
+        """Post the receives that are due, in sending order: only of messages whose receive the training has posted,
+        since the sizes of others are unknown."""
         current = self._session
         if current is None or not current.ready:
             return

@@ -57,7 +57,7 @@ from adaptra_megatron.transport.message_keys import MessageKey
 
 @dataclass
 class Burst:
-    """Pure bookkeeping of one burst at its sender; its link's lock guards it."""
+    """State of one probe burst at its sender. Not thread-safe: callers hold the link's lock."""
 
     path: Path
     nbytes: int
@@ -65,25 +65,25 @@ class Burst:
     sent_s: list[float] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     _number: int = -1
-    """Number of the probe that left last."""
+    """Number of the latest probe."""
 
     @property
     def due(self) -> bool:
-        """Return whether the next probe is to leave now."""
+        """Return whether the next probe is to be sent now."""
         return len(self.sent_s) == len(self.arrived_s) < self.count
 
     @property
     def over(self) -> bool:
-        """Return whether all have arrived."""
+        """Return whether all probes have arrived."""
         return len(self.arrived_s) == self.count
 
     def sent(self, number: int, now_s: float) -> None:
-        """The next probe leaves, under this number."""
+        """Record that the next probe is sent, under this number."""
         self._number = number
         self.sent_s.append(now_s)
 
     def answered(self, number: int, arrived_s: float) -> bool:
-        """A probe has arrived; False if it is none of this burst's, but of one that was cut short."""
+        """Record the arrival of a probe; return False if it belongs to a burst that was cut short."""
         if self.waiting_since_s is None or number != self._number:
             return False
         self.arrived_s.append(arrived_s)
@@ -91,20 +91,20 @@ class Burst:
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Return when the probe left that has not arrived; None where there is none."""
+        """Time at which the probe in flight was sent; None if none is in flight."""
         return self.sent_s[-1] if len(self.sent_s) > len(self.arrived_s) else None
 
     def times(self, peer: int) -> list[ProbeTimes]:
-        """Times of the probes of a burst that is over."""
+        """Return the times of a finished burst."""
         pairs = zip(self.sent_s, self.arrived_s, strict=True)
         return [ProbeTimes(peer, self.path, self.nbytes, sent_s, arrived_s) for sent_s, arrived_s in pairs]
 
 
 class HostProber:
-    """Probes the host path of a link, a burst at a time. Its link's lock guards it."""
+    """Probes the host path of a link, one burst at a time. Not thread-safe: callers hold the link's lock."""
 
     def __init__(self, peer: int, count: int, send: Callable[[Computed, int, float], None]) -> None:
-        """`count`: probes in a burst. `send(message, number, now_s)`: send a probe under this number; never waits."""
+        """`count`: probes of a burst. `send(message, number, now_s)` sends a probe; never waits."""
         self._peer, self._count, self._send = peer, count, send
         self._burst: Burst | None = None
         self._message: Computed | None = None
@@ -112,16 +112,16 @@ class HostProber:
 
     @property
     def under_way(self) -> bool:
-        """Return whether a burst is."""
+        """Return whether a burst is in flight."""
         return self._burst is not None
 
     def begin(self, message: Computed, now_s: float) -> None:
-        """A burst of probes that are all this message, whose content is not read."""
+        """Begin a burst whose probes are all `message`; its content is never read."""
         self._burst, self._message = Burst(Path.HOST, message.tensor.nbytes, self._count), message
         self._send_next(now_s)
 
     def answered(self, number: int, arrived_s: float, now_s: float) -> list[ProbeTimes]:
-        """The peer has a probe, by its own clock; what the burst has told, if that was the last one."""
+        """Record that the peer has a probe, by its clock; return the burst's times if that was the last one."""
         burst = self._burst
         if burst is None or not burst.answered(number, arrived_s):
             return []
@@ -132,7 +132,7 @@ class HostProber:
         return burst.times(self._peer)
 
     def drop(self) -> None:
-        """What is under way tells nothing."""
+        """Discard the burst in flight."""
         self._burst = self._message = None
 
     def _send_next(self, now_s: float) -> None:
@@ -148,7 +148,7 @@ Payload = TypeVar("Payload")
 
 @dataclass(frozen=True)
 class Posted(Generic[Payload]):
-    """One message of the directed link. Holding it holds its bytes."""
+    """One message of the directed link; keeps its bytes alive."""
 
     number: int
     key: MessageKey
@@ -157,7 +157,7 @@ class Posted(Generic[Payload]):
 
 @dataclass(frozen=True)
 class DeviceSend(Generic[Payload]):
-    """To be sent in this session with this index; no message means a probe."""
+    """A send in this session with this index; without a message, a probe."""
 
     session: int
     index: int
@@ -172,15 +172,15 @@ class SenderEffects(Generic[Payload]):
     notes: list[FromSender] = field(default_factory=list)
     sends: list[DeviceSend[Payload]] = field(default_factory=list)
     resends: list[Posted[Payload]] = field(default_factory=list)
-    """By the host path."""
+    """Messages to resend by the host path."""
     withdrawals: list[int] = field(default_factory=list)
-    """Numbers that the host path need not carry any more."""
+    """Numbers of messages that the host path need not carry any more."""
     begin: list[int] = field(default_factory=list)
-    """Sessions whose group is to be made."""
+    """Sessions to make."""
     end: list[int] = field(default_factory=list)
-    """Sessions whose group is to be given up, after the sends."""
+    """Sessions to end, after the sends."""
     measured: Burst | None = None
-    """What the probes of the device path have told."""
+    """A finished probe burst of the device path."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -189,7 +189,7 @@ class SenderEffects(Generic[Payload]):
 
 
 class SenderPhase(enum.Enum):
-    """Phase of a device session, at its sending end."""
+    """Phase of a device session at its sending end."""
 
     PROPOSED = "its group is being made"
     PROVING = "probes are under way"
@@ -205,33 +205,33 @@ _CARRIES = (SenderPhase.CARRYING, SenderPhase.DRAINING)
 
 @dataclass
 class _Session(Generic[Payload]):
-    """A device session, from the proposal to make it until the receiver's word that it is dead."""
+    """A device session, from its proposal until the receiver's Dead."""
 
     number: int
     since_s: float
     phase: SenderPhase = SenderPhase.PROPOSED
     carried: bool = False
-    """Set if messages took it when it failed."""
+    """True if it carried messages when it failed."""
     proven_s: float = math.inf
-    """When all probes had arrived."""
+    """Time at which all probes had arrived."""
     probed: int = 0
     next_probe_s: float = 0.0
     sent: int = 0
     received: int = 0
     until: int | None = None
-    """While it drains: messages from this number on go by the host path. None until that is agreed on."""
+    """While it drains: first number that takes the host path; None until agreed on."""
     retained: dict[int, Posted[Payload]] = field(default_factory=dict)
-    """By index: what may have to be sent again."""
+    """Unconfirmed messages, by index."""
     burst: Burst | None = None
-    """What the receiver has been told to expect, or nothing."""
+    """The announced burst; None if none is."""
     probe_nbytes: int = PROBE_NBYTES
-    """The size of the probe that was sent last."""
+    """Size of the latest probe."""
     awaited: bool = False
-    """Set once the receiver expects that burst."""
+    """True once the receiver has posted receives of the burst."""
 
 
 class Sender(Generic[Payload]):
-    """Not safe for threads: its link's lock guards it."""
+    """Sending end of a directed link. Not thread-safe: callers hold the link's lock."""
 
     def __init__(
         self,
@@ -239,22 +239,22 @@ class Sender(Generic[Payload]):
         nbytes_of: Callable[[Payload], int],
         is_computed: Callable[[Payload], bool] = lambda payload: True,
     ) -> None:
-        """`is_computed`: whether what was handed over to be sent is there; until then the receiver cannot miss it."""
+        """`is_computed`: whether a posted message's content exists yet; until then the receiver cannot miss it."""
         self.posted = 0
-        """Messages posted so far: the number of the next one."""
+        """Number of messages posted so far: the number of the next one."""
         self.effects: SenderEffects[Payload] = SenderEffects()
         self.by_path = {Path.DEVICE: 0, Path.HOST: 0}
-        """Messages posted, by the path they were first sent on."""
+        """Messages posted, by the path of their first transmission."""
         self.switches = 0
-        """How often messages began to go by the other path, for whatever reason."""
+        """Number of changes of path, for whatever reason."""
         self.failures = 0
-        """Device sessions that died after they had been healthy."""
+        """Number of device sessions that failed after they had been healthy."""
         self.cause = "it has not come up yet"
         """Cause of the last failure."""
         self.died: str | None = None
-        """Cause of death of the last healthy session."""
+        """Cause of the end of the last healthy session."""
         self.was_healthy = False
-        """Set if the session that failed last had been."""
+        """True if the session that failed last had been healthy."""
         self._settings, self._nbytes_of, self._is_computed = settings, nbytes_of, is_computed
         self._transfers = TransferTimes(settings)
         self._preferred = settings.preferred
@@ -265,40 +265,39 @@ class Sender(Generic[Payload]):
 
     @property
     def preferred(self) -> Path:
-        """Return what is used while it is healthy."""
+        """Path used while it is healthy."""
         return self._preferred
 
     @property
     def path(self) -> Path:
-        """The path of the next message."""
+        """Path of the next message."""
         return Path.DEVICE if self._session is not None and self._session.phase in _CARRIES else Path.HOST
 
     @property
     def device_healthy(self) -> bool:
-        """Return whether the device path carries messages, or could."""
+        """Return whether the device path carries messages or could."""
         return self._session is not None and self._session.phase in _HEALTHY
 
     @property
     def retained(self) -> int:
-        """Messages of the device path that are kept because the receiver has not confirmed them."""
+        """Number of device-path messages that the receiver has not confirmed."""
         return len(self._session.retained) if self._session is not None else 0
 
     @property
     def given_up(self) -> str | None:
-        """Return why the device path carries nothing; None while it could, and before it has come up for the first
-        time."""
+        """Return why the device path is down; None while it is usable, and before it first came up."""
         return why_down(self.died, self.cause) if self._backoff.failures and not self.device_healthy else None
 
     def oldest_retained(self) -> MessageKey | None:
-        """Return what the receiver should have confirmed first."""
+        """Return the key of the oldest unconfirmed message."""
         return next((each.key for each in self._session.retained.values()), None) if self._session else None
 
     def prefer(self, path: Path) -> None:
-        """Takes effect with the next `tick`."""
+        """Prefer `path` from the next `tick` on."""
         self._preferred = path
 
     def post(self, key: MessageKey, payload: Payload) -> tuple[Posted[Payload], Path]:
-        """Number a message and say which path it takes. For the device path, a send is left in the effects."""
+        """Number a message and return its path. For the device path, the send is left in `effects`."""
         path = self.path
         message = Posted(self.posted, key, payload)
         self.posted += 1
@@ -310,8 +309,7 @@ class Sender(Generic[Payload]):
         return message, path
 
     def measure(self, nbytes: int) -> None:
-        """Have the device path probed while it carries no messages; nothing happens while it is not healthy,
-        and where it is not held ready."""
+        """Begin a probe burst on the device path, if that is healthy and carries no messages, and `standby` is set."""
         session = self._session
         if session is None or session.phase is not SenderPhase.STANDBY or session.burst is not None:
             return
@@ -321,7 +319,7 @@ class Sender(Generic[Payload]):
         self.effects.notes.append(Measure(session.number, session.burst.count, nbytes))
 
     def made(self, session: int, now_s: float) -> None:
-        """The group of a session has been made at this end."""
+        """Record that the session's group has been made at this end."""
         if self._session is not None and self._session.number == session:
             if self._session.phase is SenderPhase.PROPOSED:
                 self._session.phase = SenderPhase.PROVING
@@ -330,7 +328,7 @@ class Sender(Generic[Payload]):
             self.effects.end.append(session)
 
     def failed(self, session: int, cause: str) -> None:
-        """This end saw a session fail. The receiver decides what has arrived."""
+        """Record that this end saw the session fail. The receiver decides what has arrived."""
         current = self._session
         if current is not None and current.number == session and current.phase is not SenderPhase.FAILED:
             current.carried, current.phase = current.phase in _CARRIES, SenderPhase.FAILED
@@ -338,7 +336,7 @@ class Sender(Generic[Payload]):
             self.effects.notes.append(Failed(session, cause))
 
     def confirmed(self, session: int, received: int) -> None:
-        """The receiver has the first `received` of what the session carried."""
+        """Release the first `received` messages of the session, which the receiver has."""
         current = self._session
         if current is None or current.number != session:
             return
@@ -347,7 +345,7 @@ class Sender(Generic[Payload]):
         current.received = max(current.received, received)
 
     def on_note(self, note: FromReceiver, now_s: float) -> None:
-        """A note has come; those of earlier sessions mean nothing."""
+        """Handle a note; those of earlier sessions are ignored."""
         current = self._session
         if current is None or current.number != note.session:
             return
@@ -375,7 +373,7 @@ class Sender(Generic[Payload]):
     def tick(
         self, now_s: float, host_down_s: float, host_unacknowledged: Callable[[], Sequence[Posted[Payload]]]
     ) -> None:
-        """Do what time brings. `host_down_s`: for how long the host path has been down, 0 while it is up."""
+        """Perform timed actions. `host_down_s`: for how long the host path has been down; 0 while it is up."""
         if self._session is None:
             wanted = self._settings.standby or host_down_s > self._settings.host_patience_s
             if wanted and now_s >= self._rest_until_s:
@@ -390,7 +388,7 @@ class Sender(Generic[Payload]):
 
     @property
     def next_tick_s(self) -> float:
-        """Return when `tick` has something to do though nothing happens."""
+        """Return the time of the next timed action."""
         session = self._session
         if session is None:
             # While the host path is down, that ticks.
@@ -403,7 +401,7 @@ class Sender(Generic[Payload]):
         return min(limit_s, session.next_probe_s) if session.phase is SenderPhase.PROVING else limit_s
 
     def _prove(self, session: _Session[Payload], now_s: float) -> None:
-        """Send the probes that are due, and judge."""
+        """Send the probes of a new session that are due; promote the session once all have arrived."""
         if session.phase not in (SenderPhase.PROPOSED, SenderPhase.PROVING):
             return
         settings = self._settings
@@ -429,7 +427,7 @@ class Sender(Generic[Payload]):
         session.probe_nbytes = nbytes
 
     def _measure(self, session: _Session[Payload], now_s: float) -> None:
-        """Send the probe of the burst that is due."""
+        """Send the burst's next probe, if it is due."""
         burst = session.burst
         if burst is not None and session.awaited and burst.due:
             burst.sent(session.sent, now_s)
@@ -455,14 +453,14 @@ class Sender(Generic[Payload]):
             self.failed(session.number, f"a probe did not arrive in {waited_s:.1f} s")
 
     def _probe_due_s(self, session: _Session[Payload]) -> float:
-        """Return when the probe that is under way must have arrived."""
+        """Return the time at which the probe in flight is overdue."""
         burst = session.burst
         if burst is None or burst.waiting_since_s is None:
             return math.inf
         return burst.waiting_since_s + self._settings.probe_limit_s + self._transfers.allowed_s(burst.nbytes)
 
     def _cut_burst_short(self, session: _Session[Payload]) -> None:
-        """Messages are to go by the device path: what the receiver expects before them leaves at once, unmeasured."""
+        """Send the rest of the announced burst at once, unmeasured: the receiver expects it before the messages."""
         if session.burst is not None:
             for _ in range(session.burst.count - len(session.burst.sent_s)):
                 self._send_probe(session, session.burst.nbytes)
@@ -488,7 +486,7 @@ class Sender(Generic[Payload]):
             self.effects.notes.append(Close(session.number))
 
     def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
-        """From now on, and for what is stranded on a dead host path, the device path."""
+        """Move to the device path: messages from now on, and those stranded on a failed host path."""
         self._cut_burst_short(session)
         first = min((message.number for message in stranded), default=self.posted)
         taken = {message.number for message in stranded}
@@ -506,7 +504,7 @@ class Sender(Generic[Payload]):
         session.sent += 1
 
     def _leave_if_over(self, session: _Session[Payload]) -> None:
-        """Once the last message before the agreed number has been posted; the session stays, in reserve."""
+        """End draining once all messages before the agreed number are posted; the session stays in standby."""
         if session.phase is SenderPhase.DRAINING and session.until is not None and self.posted >= session.until:
             session.phase = SenderPhase.STANDBY
             self.switches += 1
