@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinkEnds:
-    """The two ends of a link, as one of them sees it: global ranks."""
+    """The two ends of a link, seen from one of them: global ranks."""
 
     rank: int
-    """This end's."""
+    """Rank of this end."""
     peer: int
     name: Callable[[int], str] = "rank {}".format
-    """A rank in messages, as `JobLayout.name`."""
+    """Name of a rank in messages, as `JobLayout.name`."""
 
     @property
     def here(self) -> str:
@@ -28,7 +28,7 @@ class LinkEnds:
         return self.name(self.peer)
 
     def direction(self, *, receiving: bool) -> str:
-        """The link in one direction: "source->target"."""
+        """Return one direction of the link, "source->target"."""
         source, target = (self.peer, self.rank) if receiving else (self.rank, self.peer)
         return f"{source}->{target}"
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # processes without torch import this
 
 
 class Direction(str, enum.Enum):
-    """Direction in which, along the model, a message travels."""
+    """Direction of a message along the model."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -43,26 +43,26 @@ class Direction(str, enum.Enum):
 
 
 class MessageKey(NamedTuple):
-    """Names one message of the job for good. `chunk` is the consumer's model chunk."""
+    """Name of one message of the job. `chunk`: the consumer's model chunk."""
 
     iteration: int
     direction: Direction
     chunk: int
     micro_batch: int
-    """Its number in the job: replica * (micro-batches of each replica) + number within the replica."""
+    """Number in the job: replica * (micro-batches of each replica) + number within the replica."""
     attempt: int = 0
-    """Number of the try at the iteration, from 0: what an earlier one left under way is dropped."""
+    """Number of the attempt at the iteration, from 0; messages of earlier attempts are dropped."""
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Iteration and attempt, which only go up."""
+        """(iteration, attempt), which only increases."""
         return self.iteration, self.attempt
 
     def __str__(self) -> str:
         return self.spelled()
 
     def spelled(self, micro_batches: int | None = None) -> str:
-        """In words. `micro_batches`: of each replica, to tell which of them it is of; None: there is one alone."""
+        """Return the key in words. `micro_batches`: of each replica, to name the replica; None: there is only one."""
         replica, number = divmod(self.micro_batch, micro_batches) if micro_batches else (None, self.micro_batch)
         return (
             f"{self.direction.value} of micro-batch {number}{'' if replica is None else f' of replica {replica}'} "
@@ -71,9 +71,9 @@ class MessageKey(NamedTuple):
 
 
 class MessageTimes(NamedTuple):
-    """Times at which the two ends of a message acted, in seconds of the local monotonic clock.
+    """Times of one message at this end, in seconds of the local monotonic clock.
 
-    A receive that was posted after the message had been sent says nothing of the device path, hence `posted_s`.
+    `posted_s` of a receive that was posted after the message had been sent says nothing about the device path.
     """
 
     key: MessageKey
@@ -82,140 +82,142 @@ class MessageTimes(NamedTuple):
     done_s: float
     nbytes: int
     path: Path
-    """Path that a sent message first took, or that a received one came by."""
+    """First path of a sent message; path by which a received one arrived."""
 
 
 class TransportError(RuntimeError):
-    """A message could not be moved. Names this rank, the link, the key, the cause and the remedy."""
+    """A message could not be delivered. Names this rank, the link, the key, the cause and the remedy."""
 
 
 class AbortedError(TransportError):
-    """A message was under way on a link that was ended on purpose; says why. Links can be opened again."""
+    """A message was in flight on a link that was aborted on purpose; says why. The link can be opened again."""
 
 
 @dataclass(frozen=True)
 class TensorSpecification:
-    """Shape and data type of every message of an iteration; `shape` is None when shapes vary (a header then goes
-    first)."""
+    """Shape, data type and device of every message of an iteration.
+
+    `shape` is None if shapes vary: then a header precedes each message on the device path.
+    """
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device
     micro_batches: int | None = None
-    """Number of micro-batches of each replica, for errors to name them: see `MessageKey.spelled`."""
+    """Number of micro-batches of each replica, for errors: see `MessageKey.spelled`."""
 
 
 class Transport(Protocol):
-    """Moves tensors between ranks of the job that have a link: those of one pipeline, from the start.
+    """Interface that moves tensors between linked ranks: those of one pipeline, from the start. The rules stand
+    above.
 
-    `peer` is always a global rank. Failure contract: when a peer dies or a path breaks, `wait` and `flush` raise
-    TransportError no later than their deadline, posting raises it where the break is known already; `close` still
-    returns. What failed is then unusable but where links can be opened again: see TwoPathTransport.
+    `peer` is always a global rank. After a failure a link is unusable, unless it can be opened again:
+    TwoPathTransport.
     """
 
     def describe(self, specification: TensorSpecification) -> None:
-        """Set what the messages to come look like; called while none is under way."""
+        """Set shape, dtype and device of the messages to come. Called while none is in flight."""
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        """Send `tensor` (any shape and dtype). Returns at once; the bytes are held until they have left."""
+        """Send `tensor` (any shape and dtype). Returns at once; its bytes are held until they have left."""
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
-        """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them.
+        """Post the receive of `key` from `peer`, in the order in which the peer sends.
 
-        What this puts on a device it puts there before it returns: the order of all posts and sends is what keeps
-        devices from waiting for each other for ever (transfers.launch_order). Where the size is not known beforehand,
-        it may have to wait for a header first.
+        Device work is enqueued before this returns: the global order of sends and receives prevents deadlocks
+        (transfers.launch_order). If sizes vary, it may wait for a header.
         """
 
     def can_poll(self, peer: int) -> bool:
-        """Return whether the CPU sees what arrives from `peer`, which is what `ready` and `wait_any` live by, and
-        nothing between the two ranks stands in a queue of a device meanwhile. May change at any time."""
+        """Return whether the CPU sees arrivals from `peer`, so that `ready` and `wait_any` work and no device queue
+        holds a pending transfer. May change at any time."""
 
     def ready(self, key: MessageKey) -> bool:
-        """Return whether `wait(key)` would return, or raise, without waiting."""
+        """Return whether `wait(key)` would return or raise at once."""
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
-        """True once one of `keys` (posted, at least one) is ready; False at `until_s` (time.monotonic).
+        """Return True once one of `keys` (posted, at least one) is ready, False at `until_s` (time.monotonic).
 
-        Returns False at once where arrivals cannot be seen. Raises TransportError for a message that is lost.
+        Returns False at once if arrivals cannot be polled. Raises TransportError for a message that cannot come any
+        more.
         """
 
     def last_receive_path(self, peer: int) -> Path:
-        """The path by which the latest message from `peer` came, or would have come if there was none."""
+        """Return the path of the latest message from `peer`; before the first, the path it would take."""
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
-        """The received tensor (fresh, no autograd history), waiting at most until `deadline_s` (time.monotonic)."""
+        """Return the received tensor (fresh, no autograd history). Raises TransportError at `deadline_s`
+        (time.monotonic)."""
 
     def flush(self, deadline_s: float) -> None:
-        """Wait until every posted send has left."""
+        """Wait until every posted send has left. Raises TransportError at `deadline_s` (time.monotonic)."""
 
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
-        """Times of the messages sent and received since the last call; empty where they cannot be seen."""
+        """Return the times of messages sent and received since the last call; empty if they cannot be measured."""
 
     def close(self, *, drained: bool = True) -> bool:
-        """Release links and threads, in bounded time. Safe to call twice.
+        """Release links and threads, in bounded time. May be called twice.
 
-        `drained`: whether all that was posted has been received; then what was sent last still leaves. Otherwise what
-        is under way is aborted, at both ends. Returns False where that did not end what is on the device: then this
-        process cannot be expected to end by itself.
+        `drained`: all posted messages have been received; the last sends still leave. Otherwise messages in flight
+        are aborted at both ends. Returns False if device work did not end: then this process may not exit by itself.
         """
 
 
 @runtime_checkable
 class TwoPathTransport(Protocol):
-    """Further interface of a transport whose links have a path through host memory, and mostly a second one.
+    """Interface of a transport whose links have a host path and mostly a device path, and can be opened at any time.
 
-    Links can be opened to any ranks of the job, and closed or aborted, while others carry messages. Of each pair of
-    ranks both call `open_link`, in any order, and both `close_link` or `abort`; what was opened anew begins from
-    nothing: no message of an earlier opening is delivered.
+    Two ranks each call `open_link`, in any order, and each `close_link` or `abort`, while other links carry
+    messages. A link that is opened again starts empty: no message of an earlier opening is delivered.
     """
 
     rank: int
 
     @property
     def peers(self) -> Sequence[int]:
-        """Ranks that this one has links to."""
+        """Ranks to which this rank has links."""
 
     @property
     def delegate_starts(self) -> int:
-        """Return how often this rank's delegate was started: 1 unless it died."""
+        """Number of times this rank's delegate was started: 1 unless it failed."""
 
     def open_link(self, peer: int) -> None:
-        """Begin to open a link, or to open one again that was aborted. Returns at once; messages may be posted, and
-        leave once it is up. If it is not up within the time that the start of a job has, they raise TransportError.
+        """Begin to open a link, or reopen an aborted one. Returns at once; messages may be posted at once.
+
+        If the link is not up within the start's time limit, they raise TransportError.
         """
 
     def wait_for_link(self, peer: int, deadline_s: float) -> None:
-        """Wait until a link is up. Raises TransportError at `deadline_s` (time.monotonic), and where it was ended."""
+        """Wait until a link is up. Raises TransportError at `deadline_s` (time.monotonic), and if it was aborted."""
 
     def close_link(self, peer: int) -> None:
-        """Give a link up over which nothing is under way. Returns at once; what it held is given back soon after."""
+        """Close an idle link. Returns at once; its resources are released soon after."""
 
     def abort(self, cause: str, peers: Collection[int] | None = None) -> None:
-        """End the links to `peers` (None: all) with what is under way on them. Returns at once; for any thread.
+        """Abort the links to `peers` (None: all). Returns at once; for any thread.
 
-        Waits for their messages, here and at the other end, end with an AbortedError that has the cause, and so do
-        posts, until the link is opened again. What they held is given back soon after.
+        Waits for their messages at both ends, and later posts, raise AbortedError with `cause` until the link is
+        opened again. Resources are released soon after.
         """
 
     def enter(self, control: ControlStore) -> None:
-        """Open links, and make device sessions, in another epoch from now on."""
+        """Open links, and make device sessions, in another generation from now on."""
 
     def report_failure(self, cause: str) -> None:
-        """Tell all peers, who tell theirs, that this rank ends with an error. Returns at once."""
+        """Report to all peers, which pass it on, that this rank ends with an error. Returns at once."""
 
     def link_counters(self) -> dict[int, LinkCounters]:
-        """By peer. Never waits."""
+        """Return the counters of each link, by peer. Never waits."""
 
     def prefer(self, peer: int, path: Path) -> None:
-        """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
+        """Prefer `path` for messages to `peer` while it is healthy; without a device path nothing changes."""
 
     def measure(self, peer: int) -> None:
-        """Begin to probe the path that messages to `peer` do not take; `take_probes` has the result, some time later.
+        """Begin to probe the path to `peer` that is not in use, by a burst of messages of the usual size.
 
-        A burst of messages of the usual size, one after the other. Nothing happens while that path is down, on a link
-        with the host path only, and before the first message. Never waits.
+        `take_probes` returns the times later. Nothing happens while that path is down, on a link without a device
+        path, and before the first message. Never waits.
         """
 
     def take_probes(self) -> list[ProbeTimes]:
-        """The bursts that have ended since the last call, of all links."""
+        """Return the probe bursts of all links that have ended since the last call."""

@@ -430,7 +430,7 @@ class DualLink:
             session = self._state.session
         if self._health.over and session is not None:
             session.outbound.close()  # a write under way is not waited for
-        self._writer.thread.join(2 * FIN_S)  # what the peer sees of the device path after a farewell is no failure
+        self._writer.thread.join(2 * FIN_S)  # after FIN, the end of the device path is no failure
         if (session := self._state.session) is not None:
             session.outbound.close()
             session.inbound.close()

@@ -17,7 +17,7 @@ from adaptra_megatron.transport.gpu.cuda_device import Computed
 
 
 class Payload(Protocol):
-    """The bytes of a message to send. Holding it holds them."""
+    """Bytes of a message to send; keeps them alive."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -33,78 +33,81 @@ class Payload(Protocol):
 
     @property
     def inline(self) -> bool:
-        """Return whether any thread may write it, as that takes no longer than a copy."""
+        """Return whether any thread may write it at once: its bytes are in host memory."""
 
     @property
     def ready(self) -> bool:
-        """Return whether writing can begin: the message has been made, or never will be (`write` then raises)."""
+        """Return whether `write` can begin: the tensor has been computed, or the device has failed (`write` then
+        raises)."""
 
     def write(self, ring: Ring, description: Description, deadline_s: float) -> None:
-        """Put all of it into a ring. May be done again, with another ring.
+        """Write the message into a ring. May be repeated, with another ring.
 
-        Raises TimeoutError where the ring has no room for so long, RingClosedError, TransportError when the device
-        failed; a part of it may then be in the ring.
+        Raises TimeoutError if the ring has no room by `deadline_s`, RingClosedError, and TransportError if the
+        device failed. A part of the message may then be in the ring.
         """
 
     def computed(self) -> Computed:
-        """The message where the training has its tensors, for another path. Any thread.
+        """Return the tensor on the training's device, for another path. For any thread.
 
-        Raises TransportError when the device failed.
+        Raises TransportError if the device failed.
         """
 
 
 class Receipt(Protocol):
-    """A message that is in host memory, on its way to where the training wants it."""
+    """A received message on its way from host memory to the training's device."""
 
     def begin(self) -> None:
-        """It was asked for: do what can be done ahead. Any thread, any number of times; never takes long."""
+        """Begin the copy, since the receive is posted. For any thread, any number of times; returns at once."""
 
     def take(self) -> torch.Tensor:
-        """The tensor, for what the calling thread computes on its current stream from now on. Never waits.
+        """Return the tensor, usable by later work on the calling thread's current stream. Never waits.
 
-        Raises TransportError when the device failed.
+        Raises TransportError if the device failed.
         """
 
 
 class Copies(Protocol):
-    """Copies of one link. `computed` and `Receipt.take` belong to the training thread."""
+    """Copies of one link between the training's device and its rings. The training thread calls `computed` and takes
+    receipts."""
 
     @property
     def device(self) -> torch.device:
-        """Return where the training has its tensors."""
+        """Device of the training's tensors."""
 
     @property
     def pooled_nbytes(self) -> int:
-        """Return how much unused memory of received messages the link is to keep."""
+        """Bytes of unused memory of received messages that the link keeps."""
 
     @property
     def by_parts(self) -> bool:
-        """Return whether messages that were asked for are to be received part by part, out of the ring."""
+        """Return whether posted messages are received part by part, straight out of the ring."""
 
     def use_rings(self, outbound: Ring, inbound: Ring) -> None:
-        """A session begins: make its rings fit to be copied from and to. Not for the training thread: may take long."""
+        """Prepare the rings of a new session for copies, which may take long. Not for the training thread."""
 
     def computed(self, tensor: torch.Tensor) -> Computed:
-        """A tensor that what is on the current stream by now makes, for this or any other thread to send.
+        """Return a tensor with the event after the work on the current stream that computes it, for any thread to
+        send.
 
-        Raises TransportError when the device failed.
+        Raises TransportError if the device failed.
         """
 
     def stage(self, message: Computed) -> Payload:
-        """A tensor (contiguous, no autograd history) to send by the host path. Any thread; returns at once.
+        """Prepare a contiguous tensor without autograd history for the host path. For any thread; returns at once.
 
-        Raises TransportError when the device failed.
+        Raises TransportError if the device failed.
         """
 
     def receive(self, host: torch.Tensor, block_nbytes: int) -> Receipt:
-        """A message that has arrived, at the beginning of a block of memory of that size. For threads that hold no
-        lock: new memory is page-locked here."""
+        """Take a whole message, at the beginning of a host block of `block_nbytes`. Without locks: page-locks new
+        memory."""
 
     def receive_part(self, part: Event, dtype: torch.dtype, ring: Ring) -> Receipt | None:
-        """A part of a message of this type; None while others are missing. Its slots are released here, soon."""
+        """Take a part of a message and release its slots soon; return the receipt with the last part, else None."""
 
     def receive_on_device(self, tensor: torch.Tensor) -> Receipt:
-        """A message that another path brought to where the training has its tensors, and that is complete."""
+        """Take a complete message that another path received on the device."""
 
     def close(self, timeout_s: float) -> None:
-        """Wait until no copy is under way, then free all memory. Safe to call twice."""
+        """Wait for copies in progress, at most `timeout_s`, then free all memory. May be called twice."""

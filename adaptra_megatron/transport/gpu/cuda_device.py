@@ -18,12 +18,12 @@ _current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) 
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every context of this process."""
 _NON_BLOCKING = 1
-"""cudaStreamNonBlocking: the legacy default stream, on which training computes, is not waited for."""
+"""cudaStreamNonBlocking: the stream does not synchronise with the legacy default stream, on which training computes."""
 _HIGHEST_PRIORITY = -(1 << 16)
-"""CUDA takes what is out of range for the nearest that the device has."""
+"""Below the valid range: CUDA uses the highest priority that the device has."""
 
 _CAPTURES_OF_THIS_THREAD = 1
-"""cudaStreamCaptureModeThreadLocal: calls that no capture allows fail only where this thread captures."""
+"""cudaStreamCaptureModeThreadLocal: calls that no capture allows fail only in a thread that captures."""
 
 Stream = Any
 """Opaque here; torch.cuda.Stream on a GPU."""
@@ -33,22 +33,22 @@ class CudaEvent(Protocol):
     """A point in a stream, as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Return whether the device has reached it. Raises RuntimeError for an error of the device."""
+        """Return whether the device has passed the event. Raises RuntimeError if the device failed."""
 
     def synchronize(self) -> None:
-        """Sleep until the device has reached it, other threads going on. Raises RuntimeError likewise."""
+        """Sleep, without the GIL, until the device has passed the event. Raises RuntimeError if the device failed."""
 
 
 class Computed(NamedTuple):
-    """A tensor, and the event after what made it, to be waited for before another stream, or thread, uses it."""
+    """A tensor and the event after its computation, which another stream or thread must wait for."""
 
     tensor: torch.Tensor
     event: CudaEvent | None
-    """None where it is done already, as in host memory."""
+    """None: the tensor is complete, as in host memory."""
 
 
 def is_computed(message: Computed) -> bool:
-    """Return whether a tensor is there. Never waits; a device that failed has no more to do for it."""
+    """Return whether the tensor is complete, or its device has failed. Never waits."""
     try:
         return message.event is None or message.event.query()
     except RuntimeError:
@@ -56,58 +56,61 @@ def is_computed(message: Computed) -> bool:
 
 
 class Device(Protocol):
-    """A device with streams. Every method may be called by any thread, and raises RuntimeError when the device does."""
+    """Interface of a device with streams. For any thread; methods raise RuntimeError once the device has failed."""
 
     @property
     def device(self) -> torch.device:
-        """Return where its tensors are."""
+        """The device of its tensors."""
 
     def current_stream(self) -> Stream:
-        """Return what the calling thread computes on."""
+        """Return the calling thread's current stream."""
 
     @property
     def memory_stream(self) -> Stream:
-        """The stream that memory of received tensors is allocated on. Nothing ever runs on it: so memory that one link
-        is done with serves any other at once, and whatever else uses a tensor is to keep it until it is done there."""
+        """Stream on which memory of received tensors is allocated. Nothing runs on it.
+
+        So memory that one link has released serves any other at once; whoever uses a tensor on another stream must
+        keep it until that use is done.
+        """
 
     def new_stream(self) -> Stream:
-        """A stream of its own, which waits for no other. It lasts as long as the process."""
+        """Return a new non-blocking stream, which lasts as long as the process."""
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Within, the calling thread computes on `stream`."""
+        """Make `stream` the calling thread's current stream within the context."""
 
     def handle(self, stream: Stream) -> int:
-        """The stream as a number, a cudaStream_t, for libraries."""
+        """Return the stream's cudaStream_t as an integer."""
 
     def current_handle(self) -> int:
-        """That of `current_stream`."""
+        """Return the cudaStream_t of the current stream."""
 
     def record(self, stream: Stream, unused: CudaEvent | None = None) -> CudaEvent:
-        """An event at the present end of `stream`, which tells no time; `unused`: one to use again."""
+        """Record an untimed event at the end of `stream`; `unused`: an event to reuse."""
 
     def make_wait(self, stream: Stream, event: CudaEvent) -> None:
-        """What is put on `stream` from now on runs after `event`. Returns at once."""
+        """Make later work on `stream` wait for `event`. Returns at once."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Put a copy on `stream`. Returns at once if the side in host memory is page-locked."""
+        """Enqueue a copy on `stream`. Returns at once if the host side is page-locked."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream | None = None) -> torch.Tensor:
-        """Device memory that may be used on `stream` at once; None: on the current one."""
+        """Allocate device memory for use on `stream`; None: on the current one."""
 
     def keep_until_done_on(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The memory of `tensor`, once freed, is not used again before what is on `stream` by then is done."""
+        """Keep the memory of `tensor`, once freed, from being reused before the present end of `stream`."""
 
     def idle(self, stream: Stream) -> bool:
-        """Return whether all that was put on `stream` is done."""
+        """Return whether all work on `stream` is done."""
 
     def page_locked(self, nbytes: int) -> torch.Tensor:
-        """Page-locked host memory, uint8 [nbytes]."""
+        """Allocate page-locked host memory, uint8 [nbytes]."""
 
     def lock_pages(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory that is there already. `address` is that of a page."""
+        """Page-lock existing host memory. `address`: of a page."""
 
     def unlock_pages(self, address: int) -> None:
-        """Undo `lock_pages`; no copy may use the memory any more."""
+        """Undo `lock_pages`. No copy may use the memory any more."""
 
 
 class CudaDevice:
@@ -189,7 +192,7 @@ class CudaDevice:
 
 
 def device_of(tensors: torch.device) -> CudaDevice | None:
-    """The device that tensors are on; None where that is the CPU. Raises ValueError for what is neither CPU nor GPU."""
+    """Return the Device of `tensors`; None: the CPU. Raises ValueError for anything but CPU and GPU."""
     if tensors.type == "cpu":
         return None
     if tensors.type != "cuda":
@@ -198,9 +201,9 @@ def device_of(tensors: torch.device) -> CudaDevice | None:
 
 
 class DeviceThread(threading.Thread):
-    """A thread of ours that asks something of a device: a CUDA graph that another one captures is not broken by it.
+    """Thread that may call CUDA while another thread captures a CUDA graph.
 
-    In the mode that a thread begins with, most of what it asks spoils any capture in the process (pytorch#104487).
+    In a thread's initial capture mode, most calls invalidate any capture in the process (pytorch#104487).
     """
 
     def __init__(self, target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> None:
@@ -215,8 +218,7 @@ class DeviceThread(threading.Thread):
 
 
 def cuda_runtime() -> Any:
-    """The CUDA runtime that torch has loaded, by its soname; torch lacks some bindings. None: it is one for CPUs, or
-    there is no GPU."""
+    """Return the CUDA runtime that torch has loaded, for functions without a binding; None without a GPU."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
@@ -228,7 +230,7 @@ def _check(status: Any, function: str) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, uint8 [nbytes]."""
+    """Return the memory of a contiguous tensor, uint8 [nbytes]."""
     # Not by reshape alone: a contiguous tensor of one element may have any stride.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -237,7 +239,7 @@ OutOfMemory: type[Exception] = torch.OutOfMemoryError
 
 
 def out_of_memory(link: str, cause: Exception) -> TransportError:
-    """The error for a received message that found no room on the device."""
+    """Return the error for a received message for which the device had no memory."""
     return TransportError(
         f"link {link}: the device has no memory left for a received message: {' '.join(str(cause).split())}. Received "
         "messages have a share of the memory of their own, beside what training has cached. Lower "
@@ -247,7 +249,7 @@ def out_of_memory(link: str, cause: Exception) -> TransportError:
 
 
 def device_error(link: str, cause: Exception) -> TransportError:
-    """The error for copies that `cause` ended."""
+    """Return the error for copies that failed with `cause`."""
     if isinstance(cause, OutOfMemory):
         return out_of_memory(link, cause)
     return TransportError(

@@ -22,30 +22,30 @@ from adaptra_megatron.transport.gpu.cuda_device import CudaDevice
 logger = logger_of(__name__)
 
 ANCHOR_EVERY_S = 10.0
-"""Clocks drift by some ppm, which is known after the second anchor."""
+"""Interval between anchors: clocks drift by some ppm, which is measured from the second anchor on."""
 TRIES = 3
 LOOK_S = 1e-3
-"""How long one try looks for its anchor."""
+"""Longest time of one attempt at an anchor."""
 EXACT_S = 2e-4
-"""Between two looks an anchor must have been seen, to count; usually that is a tenth of it."""
+"""Longest gap between two polls around an anchor for it to count; usually a tenth of this."""
 OLDEST_S = 60.0
-"""After so long without an anchor the next one is waited for, whatever stands before it in a queue of the device."""
+"""Age of the latest anchor from which on the next is waited for, whatever precedes it in a hardware queue."""
 _PAUSE_S = 5e-5
-"""Between two looks for one that is waited for."""
+"""Pause between two polls for an anchor that is waited for."""
 
 Mark = Any
 """Opaque: an event of the device."""
 
 
 class TimedEvents(Protocol):
-    """The little of torch.cuda that tells times."""
+    """Timed events of torch.cuda."""
 
     def new_event(self) -> Mark:
-        """With `record()` (on the current stream), `query()`, `synchronize()` and `elapsed_time(later)` in ms, as
-        torch.cuda's."""
+        """Return an event with `record()` (on the current stream), `query()`, `synchronize()` and
+        `elapsed_time(later)` in ms."""
 
     def record_apart(self) -> Mark:
-        """A new event that the device comes to at once, on a stream of its own."""
+        """Record a new event on a stream of its own, which the device passes at once."""
 
 
 class CudaEvents:
@@ -65,7 +65,7 @@ class CudaEvents:
 
 
 class _Anchor(NamedTuple):
-    """An event, when the host saw the device come to it, and within which time that was."""
+    """An anchor: event, host time at which it was seen, and uncertainty in seconds."""
 
     event: Mark
     at_s: float
@@ -73,9 +73,9 @@ class _Anchor(NamedTuple):
 
 
 class DeviceClock:
-    """Marks moments on the current stream and tells them afterwards, all those of an iteration at once.
+    """Marks points of the current stream and converts them to host time later, all those of an iteration at once.
 
-    Events are made once and used again. Not safe for threads: it belongs to the one that runs the pipeline.
+    Events are reused. Not thread-safe: for the thread that runs the pipeline.
     """
 
     def __init__(self, events: TimedEvents, host_s: Callable[[], float] = time.monotonic) -> None:
@@ -84,13 +84,13 @@ class DeviceClock:
         self._anchors: deque[_Anchor] = deque(maxlen=2)
 
     def mark(self) -> Mark:
-        """When the current stream comes to this point."""
+        """Mark the present end of the current stream."""
         mark = self._unused.pop() if self._unused else self._events.new_event()
         mark.record()
         return mark
 
     def reached(self, mark: Mark) -> bool:
-        """Return whether the device has come to a mark; never waits. False, too, of a device that failed."""
+        """Return whether the device has passed a mark; False if it failed. Never waits."""
         try:
             return bool(mark.query())
         except RuntimeError as error:
@@ -98,10 +98,10 @@ class DeviceClock:
             return False
 
     def seconds(self, marks: Iterable[Mark]) -> list[float]:
-        """Moments of marks that the device has come to: time.monotonic() seconds.
+        """Return the times (time.monotonic, seconds) of marks that the device has passed.
 
-        Relates the clocks anew if that was last done too long ago: takes a millisecond per try at most, but the first
-        time and when the device has let no anchor pass for a minute. Raises RuntimeError for an error of the device.
+        Takes a new anchor if the last is too old, about 1 ms; the first time, and after a minute without one, it
+        waits for it. Raises RuntimeError if the device failed.
         """
         self._relate()
         latest = self._anchors[-1]
@@ -109,7 +109,7 @@ class DeviceClock:
         return [latest.at_s + latest.event.elapsed_time(mark) * s_per_ms for mark in marks]
 
     def use_again(self, marks: Sequence[Mark]) -> None:
-        """Take back marks that are not needed any more."""
+        """Return marks for reuse."""
         self._unused.extend(marks)
 
     def _relate(self) -> None:
@@ -122,7 +122,7 @@ class DeviceClock:
             self._anchors.append(best)
 
     def _anchor(self, waits: bool) -> _Anchor:
-        """An anchor; infinitely wide where the device has not come to it in time, and is not waited for."""
+        """Take an anchor; its uncertainty is infinite if the device did not pass it in time and `waits` is False."""
         not_before_s = began_s = self._host_s()
         event = self._events.record_apart()
         while True:
@@ -137,7 +137,7 @@ class DeviceClock:
                 time.sleep(_PAUSE_S)
 
     def _rate(self) -> float:
-        """Seconds of the host in one of the device."""
+        """Return host seconds per device second."""
         if len(self._anchors) < 2:
             return 1.0
         earlier, latest = self._anchors

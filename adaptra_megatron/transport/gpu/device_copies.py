@@ -46,7 +46,7 @@ class HostPayload:
 
 
 class HostReceipt:
-    """A received tensor that stays in host memory."""
+    """A received tensor in host memory."""
 
     __slots__ = ("_tensor",)
 
@@ -54,14 +54,14 @@ class HostReceipt:
         self._tensor = tensor
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no copy."""
 
     def take(self) -> torch.Tensor:
         return self._tensor
 
 
 class DeviceReceipt:
-    """A received tensor that came to the device, complete, on a stream of another path."""
+    """A received tensor that another path brought to the device, complete."""
 
     __slots__ = ("_device", "_link", "_tensor")
 
@@ -69,7 +69,7 @@ class DeviceReceipt:
         self._tensor, self._device, self._link = tensor, device, link
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """Do nothing: the tensor is there."""
 
     def take(self) -> torch.Tensor:
         # Its memory is that stream's, which does not know what the training still does with it once it is freed.
@@ -81,7 +81,7 @@ class DeviceReceipt:
 
 
 class NoCopies:
-    """Copies for training on the CPU: messages are sent from and used in the memory they are in."""
+    """Copies for training on the CPU: tensors are sent from, and used in, the memory they are in."""
 
     device = torch.device("cpu")
     by_parts = False
@@ -90,7 +90,7 @@ class NoCopies:
         self.pooled_nbytes = pooled_nbytes
 
     def use_rings(self, outbound: Ring, inbound: Ring) -> None:
-        """Any ring will do."""
+        """Do nothing: any ring will do."""
 
     def computed(self, tensor: torch.Tensor) -> Computed:
         return Computed(tensor, None)
@@ -108,19 +108,19 @@ class NoCopies:
         return HostReceipt(tensor)
 
     def close(self, timeout_s: float) -> None:
-        """Nothing to wait for."""
+        """Return at once: there are no copies."""
 
 
 class DeviceCopies:
-    """Copies for training on a device: a stream for each direction of the link, so that neither waits for the other
-    nor for anything but the computation that made the message."""
+    """Copies for training on a GPU, with a stream for each direction of the link, which wait only for the
+    computation that makes a message."""
 
     pooled_nbytes = UNLIMITED_NBYTES  # the promise that page-locking needs: see `PageLocks`
     by_parts = True
 
     def __init__(self, device: Device, *, link: str, on_ready: Callable[[], None]) -> None:
-        """`link`: "stage->stage" for errors and thread names. `on_ready`: called, by a thread of this object that holds
-        no lock, whenever a staged message has become ready."""
+        """`link`: "stage->stage" for errors and thread names. `on_ready`: called, by a thread without locks,
+        whenever a staged message becomes ready."""
         self.device = device.device
         self._on, self._link = device, link
         self._locks = PageLocks(device, link)
@@ -152,5 +152,5 @@ class DeviceCopies:
 
 
 def copies_for(device: Device | None, *, link: str, pooled_nbytes: int, on_ready: Callable[[], None]) -> Copies:
-    """Return what a link whose tensors are on `device`, or on the CPU (None), uses."""
+    """Return the Copies of a link for tensors on `device`; None: the CPU."""
     return NoCopies(pooled_nbytes) if device is None else DeviceCopies(device, link=link, on_ready=on_ready)

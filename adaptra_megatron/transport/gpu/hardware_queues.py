@@ -10,9 +10,9 @@ from collections.abc import Mapping
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_QUEUES, MOST_QUEUES = 8, 32
 ENOUGH_QUEUES = 16
-"""With fewer, streams of NCCL and of links are likely to share computation's."""
+"""Number of hardware queues below which streams of NCCL and links probably share computation's."""
 QUEUE_MODELS = ("serial", "shared")
-"""What plans take one queue for: `Costs.serial_queue`, or `Costs.shared_queue` alone."""
+"""Models of one hardware queue in plans: `Costs.serial_queue`, or `Costs.shared_queue` alone."""
 
 
 NO_PLAN_FASTER = (
@@ -22,15 +22,14 @@ NO_PLAN_FASTER = (
 
 
 def hardware_queues(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many there are: a number as C reads it, between 1 and 32."""
+    """Return the number of hardware queues that CUDA_DEVICE_MAX_CONNECTIONS sets, 1 to 32."""
     digits = re.match(r"\s*\+?(\d+)", environment.get(CONNECTIONS, ""))
     asked = int(digits[1]) if digits else 0
     return min(asked, MOST_QUEUES) if asked > 0 else DEFAULT_QUEUES
 
 
 def queues_in_words(environment: Mapping[str, str] = os.environ, model: str = QUEUE_MODELS[0]) -> str | None:
-    """Return what plans reckon with, and how to change that; None where each stream is likely to have a queue of its
-    own."""
+    """Describe what plans assume about hardware queues, and the remedy; None where each stream probably has its own."""
     queues = hardware_queues(environment)
     if queues >= ENOUGH_QUEUES:
         return None

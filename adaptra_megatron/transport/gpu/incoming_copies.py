@@ -33,12 +33,12 @@ IDLE_S = 60.0
 
 
 class IncomingCopy:
-    """One message; a `copies.Receipt`."""
+    """A received message, whole or in parts; a `copies.Receipt`."""
 
     def __init__(self, copies: IncomingCopies, host: torch.Tensor | None) -> None:
-        """`host`: all of it, in host memory; None: it comes part by part."""
+        """`host`: the whole message in host memory; None: it arrives in parts."""
         self.missing_nbytes = 0
-        """Parts that have not come."""
+        """Bytes of parts that have not arrived."""
         self.tensor: torch.Tensor | None = None
         self.copied: CudaEvent | None = None
         self.failure: RuntimeError | None = None
@@ -67,19 +67,19 @@ class IncomingCopy:
 
 
 class _UnderWay(NamedTuple):
-    """A copy that was put on the stream."""
+    """A copy in progress."""
 
     copied: CudaEvent
     held: tuple[torch.Tensor, torch.Tensor]
-    """What it reads and writes."""
+    """Tensors that the copy reads and writes."""
     part: tuple[Ring, int, int] | None
-    """The slots that it reads, and first of all their ring; None for a whole message."""
+    """(ring, first slot, slots) that the copy reads; None for a whole message."""
     last: bool
-    """Set if the message is complete with it: what takes that looks at the event."""
+    """True if the message is complete with this copy: its receipt uses the event."""
 
 
 class IncomingCopies:
-    """All of one link."""
+    """All incoming copies of one link."""
 
     def __init__(self, device: Device, *, link: str, locks: PageLocks) -> None:
         self.link = link
@@ -87,7 +87,8 @@ class IncomingCopies:
         self._stream = device.new_stream()
         self._pages = RingPages(device, self._stream, locks)
         self._coming: dict[int, IncomingCopy] = {}
-        """By sequence number: of which parts have come. Guarded, as all parts are, by `self._pages.launching`."""
+        """Messages of which parts have arrived, by sequence number. Guarded, as all parts, by
+        `self._pages.launching`."""
         self._changed = threading.Condition()
         self._under_way: deque[_UnderWay] = deque()
         self._unused_events: list[CudaEvent] = []
@@ -127,7 +128,7 @@ class IncomingCopies:
             return self._coming.pop(part.sequence)
 
     def launch(self, host: torch.Tensor) -> tuple[torch.Tensor, CudaEvent]:
-        """Put the copy of a message on the copy stream; its host memory is held until that is done."""
+        """Enqueue the copy of a whole message; its host memory is held until the copy is done."""
         tensor = self._device.empty(host.shape, host.dtype, self._device.memory_stream)
         if host.nbytes:
             self._device.copy(tensor, host, self._stream)
@@ -136,7 +137,7 @@ class IncomingCopies:
         return tensor, copied
 
     def hand_over(self, tensor: torch.Tensor, copied: CudaEvent) -> None:
-        """Make the calling thread's current stream wait for `tensor`, and its memory wait for that stream."""
+        """Make the current stream wait for `tensor`, and the reuse of its memory wait for the current stream."""
         try:
             stream = self._device.current_stream()
             self._device.make_wait(stream, copied)
@@ -145,7 +146,7 @@ class IncomingCopies:
             raise device_error(self.link, cause) from cause
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the copies under way, at most `timeout_s`. False if the device may still read host memory then."""
+        """Wait for copies in progress, at most `timeout_s`. Returns False if the device may still read host memory."""
         drained = self._pages.use(None, timeout_s)
         if not drained:
             logger.warning("link %s: device copies did not finish; their pinned buffers stay allocated", self.link)

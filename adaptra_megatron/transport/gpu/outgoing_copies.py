@@ -31,14 +31,14 @@ from adaptra_megatron.transport.message_keys import TransportError
 logger = logger_of(__name__)
 
 PARTS_OF_RING = 4
-"""A part is at most this share of a ring: some are copied while others are sent."""
+"""Largest part, as a fraction of the ring: some parts are copied while others are sent."""
 COPIED_AT_ONCE = 2
-"""Parts: one is copied while the thread is woken for the one before."""
+"""Parts in progress: one is copied while the thread wakes up for the one before."""
 IDLE_S = 60.0
 
 
 class OutgoingCopy:
-    """One message; a `copies.Payload`. Holding it holds the tensor."""
+    """A message to send; a `copies.Payload`. Keeps the tensor alive."""
 
     inline = False  # the writing thread sleeps while the device copies
 
@@ -68,7 +68,7 @@ class _Part(NamedTuple):
 
 
 class OutgoingCopies:
-    """All of one link. After an error of the device every message fails, with that error."""
+    """All outgoing copies of one link. Once the device has failed, every message fails with its error."""
 
     def __init__(self, device: Device, *, link: str, locks: PageLocks, on_ready: Callable[[], None]) -> None:
         """See `device_copies.DeviceCopies`."""
@@ -106,12 +106,12 @@ class OutgoingCopies:
         return copy
 
     def check(self) -> None:
-        """Raises TransportError once the device has failed."""
+        """Raise TransportError if the device has failed."""
         if self._failure is not None:
             raise device_error(self._link, self._failure) from self._failure
 
     def write(self, tensor: torch.Tensor, ring: Ring, description: Description, deadline_s: float) -> None:
-        """See `copies.Payload`; by one thread at a time."""
+        """Write a message as `copies.Payload.write`; by one thread at a time."""
         self.check()
         if tensor.nbytes == 0:
             ring.write(description, 0, 0, deadline_s)
@@ -136,7 +136,7 @@ class OutgoingCopies:
                 ring.commit_void(part.first_slot, part.slots)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the copies under way, at most `timeout_s`. False if the device may still write host memory then."""
+        """Wait for copies in progress, at most `timeout_s`. Returns False if the device may still write host memory."""
         drained = self._pages.use(None, timeout_s)
         with self._changed:
             self._closing = True
@@ -149,7 +149,7 @@ class OutgoingCopies:
     def _begin(
         self, source: torch.Tensor, slots: torch.Tensor, ring: Ring, offset: int, deadline_s: float
     ) -> _Part | None:
-        """Have the device copy what fits into the slots that are free. None without any if `deadline_s` is 0.
+        """Enqueue a copy into the free slots. Returns None if none is free and `deadline_s` is 0.
 
         Raises TimeoutError, RingClosedError, TransportError.
         """

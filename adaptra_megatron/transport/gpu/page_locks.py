@@ -18,14 +18,15 @@ from adaptra_megatron.transport.gpu.cuda_device import Device, Stream
 logger = logger_of(__name__)
 
 DRAIN_S = 1.0
-"""How long a ring that is no longer used waits for the copies that are under way."""
+"""Longest wait for copies in progress in a ring that is no longer used."""
 _POLL_S = 0.001
 
 
 class PageLocks:
-    """Memory of one link, by address. It must stay mapped until it is unlocked: the kernel would give the addresses to
-    other memory, which the device would take for locked. An inbox keeps its memory if its `pooled_nbytes` is without
-    limit; that is then as much as was ever in use at once.
+    """Page-locked memory of one link, by address.
+
+    Memory must stay mapped until it is unlocked: the kernel would reuse its addresses, which the device would take
+    for locked. So an inbox with unlimited `pooled_nbytes` keeps its memory: as much as was ever used at once.
     """
 
     def __init__(self, device: Device, link: str) -> None:
@@ -35,9 +36,9 @@ class PageLocks:
         self._refused = False
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Return whether whole pages from `address` on are locked now.
+        """Page-lock whole pages from `address` on; return whether they are locked.
 
-        False where the system refuses; that is said once, and from then on every copy is a slower one.
+        If the system refuses, that is logged once, and copies are slower from then on.
         """
         with self._lock:
             if self._refused or address in self._locked:
@@ -56,7 +57,7 @@ class PageLocks:
             return True
 
     def unlock(self, address: int) -> None:
-        """Undo `lock`, if it was; no copy may be under way there."""
+        """Unlock memory that `lock` locked. No copy may use it."""
         with self._lock:
             if self._locked.pop(address, 0) == 0:
                 return
@@ -67,12 +68,12 @@ class PageLocks:
 
     @property
     def nbytes(self) -> int:
-        """Locked at present."""
+        """Bytes locked at present."""
         with self._lock:
             return sum(self._locked.values())
 
     def close(self) -> None:
-        """Unlock everything; no copy may be under way. Safe to call twice."""
+        """Unlock everything. No copy may be in progress. May be called twice."""
         with self._lock:
             self._refused = True
             locked = list(self._locked)
@@ -81,22 +82,23 @@ class PageLocks:
 
 
 class RingPages:
-    """The pages of the ring that one direction of a link uses: locked from the beginning of a session until the next.
+    """Page locks of the ring that one direction of a link uses, from the beginning of a session until the next.
 
-    A thread that is late, and copies from a ring that is not used any more, finds its pages unlocked: it copies slowly.
+    A late copy from a former ring finds its pages unlocked, and is slow.
     """
 
     def __init__(self, device: Device, stream: Stream, locks: PageLocks) -> None:
-        """`stream`: that of all copies into, or out of, these rings."""
+        """`stream`: stream of all copies into, or out of, these rings."""
         self.launching = threading.Lock()
-        """Held while a copy is put on the stream."""
+        """Held while a copy is enqueued."""
         self._device, self._stream, self._locks = device, stream, locks
         self._ring: Ring | None = None
         self._left: list[Ring] = []
-        """Still locked, so still mapped, for a device that does not end its copies."""
+        """Former rings that are still locked, hence mapped: the device has not finished copies in them."""
 
     def use(self, ring: Ring | None, drain_s: float = DRAIN_S) -> bool:
-        """Change to another ring, or to none. False if copies are under way after `drain_s`: the pages stay locked."""
+        """Change to another ring, or to none. Returns False if copies are in progress after `drain_s`: the pages
+        stay locked."""
         if ring is not None:
             self._locks.lock(ring.slots_address, ring.slots_nbytes)
         with self.launching:

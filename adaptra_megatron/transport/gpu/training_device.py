@@ -13,35 +13,34 @@ from adaptra_megatron.transport.gpu.hardware_queues import ENOUGH_QUEUES, hardwa
 
 
 def current_device() -> torch.device:
-    """The device Megatron puts tensors on."""
+    """Return the device on which Megatron allocates tensors."""
     # Emulation on CPU makes torch.cuda.current_device() a torch.device; CUDA's own returns an index.
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
 
 
 def shares_queues(device: torch.device) -> bool:
-    """Return whether streams of links are likely to share hardware queues with computation's."""
+    """Return whether streams of links probably share hardware queues with computation."""
     return device.type == "cuda" and hardware_queues() < ENOUGH_QUEUES
 
 
 def has_one_queue(device: torch.device) -> bool:
-    """Return whether all that a GPU is given stands in one hardware queue, as Megatron demands for some layouts."""
+    """Return whether a GPU has one hardware queue, as Megatron demands for some layouts."""
     return device.type == "cuda" and hardware_queues() == 1
 
 
 def synchronizer_of(device: torch.device) -> Callable[[], None] | None:
-    """Return what waits until a GPU has done all that it was given; None where computation blocks the thread that
-    calls it."""
+    """Return a function that waits for all work of a GPU; None where computation blocks its thread."""
     return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
 def current_stream() -> torch.cuda.Stream | None:
-    """Return what this thread puts work on; None where there is no GPU."""
+    """Return the calling thread's current stream; None without a GPU."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def pci_bus_id(device: torch.device) -> str | None:
-    """PCI address of a GPU as the kernel spells it; None for a CPU, or where torch does not tell."""
+    """Return the PCI address of a GPU as the kernel writes it; None for a CPU, or if torch does not provide it."""
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)

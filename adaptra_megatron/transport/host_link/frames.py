@@ -25,17 +25,17 @@ from adaptra_megatron.transport.message_keys import Direction, MessageKey, Trans
 MOST_DIMENSIONS = 8
 _DIRECTIONS = tuple(Direction)
 _NOTE = len(_DIRECTIONS)
-"""The direction of what is no tensor but a note; its number is where a message has its iteration."""
+"""Direction of notes and probes; their number takes the place of the iteration."""
 _ATTEMPT_BITS = 16
-"""Lowest bits of the iteration field of a message, for the attempt: so that number goes up with every try, too."""
+"""Bits for the attempt, the lowest of the iteration field: so the field increases with each attempt, too."""
 _PROBE = 1
-"""Where a message has its chunk, a note has 0, and what is only to be measured has this."""
+"""Chunk field of a probe; a note has 0."""
 _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in DATA_TYPES.items()}
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 def check_can_travel(key: MessageKey, tensor: torch.Tensor, device: torch.device, max_nbytes: int) -> None:
-    """Raises TransportError for a tensor that is not on `device` or that no frame can describe, naming the rule."""
+    """Raise TransportError for a tensor on another device than `device`, or one that no frame can describe."""
     if tensor.device != device:
         raise TransportError(f"the {key} is on {tensor.device}, but this link carries tensors of {device}")
     if tensor.dtype not in _CODES:
@@ -47,7 +47,7 @@ def check_can_travel(key: MessageKey, tensor: torch.Tensor, device: torch.device
 
 
 def describe(sequence: int, key: MessageKey, message: Payload) -> Description:
-    """The description of a tensor on the wire, which must be able to travel."""
+    """Describe a message; `check_can_travel` has accepted it."""
     return Description(
         sequence=sequence,
         iteration=_turn(key),
@@ -60,7 +60,7 @@ def describe(sequence: int, key: MessageKey, message: Payload) -> Description:
 
 
 def describe_note(sequence: int, number: int, packet: Payload) -> Description:
-    """The description of a note on the wire; `packet`: uint8 [nbytes]."""
+    """Describe a note; `packet`: uint8 [nbytes]."""
     return Description(
         sequence=sequence,
         iteration=number,
@@ -73,7 +73,7 @@ def describe_note(sequence: int, number: int, packet: Payload) -> Description:
 
 
 def describe_probe(sequence: int, number: int, message: Payload) -> Description:
-    """The description of bytes on the wire whose way is measured."""
+    """Describe a probe."""
     return Description(
         sequence=sequence,
         iteration=number,
@@ -86,12 +86,12 @@ def describe_probe(sequence: int, number: int, message: Payload) -> Description:
 
 
 def is_probe(event: Event) -> bool:
-    """Return whether these bytes are only there to be measured."""
+    """Return whether the event is a probe."""
     return event.kind == Event.Kind.MESSAGE and event.direction == _NOTE and event.chunk == _PROBE
 
 
 def ask(inbox: Inbox, key: MessageKey) -> None:
-    """Have this message come out of `inbox` in parts, unless it has begun to come."""
+    """Have this message delivered in parts, unless it has begun to arrive."""
     inbox.ask(
         iteration=_turn(key),
         direction=_DIRECTIONS.index(key.direction),
@@ -101,12 +101,12 @@ def ask(inbox: Inbox, key: MessageKey) -> None:
 
 
 def is_tensor(event: Event) -> bool:
-    """Return whether this is a whole message with a key, neither a note nor news of the link."""
+    """Return whether the event is a whole message with a key, not a note or probe."""
     return event.kind == Event.Kind.MESSAGE and event.direction != _NOTE
 
 
 def note_of(event: Event) -> tuple[int, bytes]:
-    """Number and bytes of a received note. Raises ValueError for one that is too long."""
+    """Return number and bytes of a received note. Raises ValueError if it is too long."""
     packet = bytes(event.payload)
     if len(packet) > NOTE_NBYTES:
         raise ValueError(f"a note of {len(packet)} bytes is longer than {NOTE_NBYTES}")
@@ -114,7 +114,7 @@ def note_of(event: Event) -> tuple[int, bytes]:
 
 
 def key_of(event: Event) -> MessageKey:
-    """The key of a received message."""
+    """Return the key of a received message."""
     iteration, attempt = divmod(event.iteration, 1 << _ATTEMPT_BITS)
     return MessageKey(iteration, _DIRECTIONS[event.direction], event.chunk, event.micro_batch, attempt)
 
@@ -125,12 +125,12 @@ def _turn(key: MessageKey) -> int:
 
 
 def type_of(event: Event) -> torch.dtype:
-    """The data type of a message, or of one that a part belongs to."""
+    """Return the data type of a message, or of the message that a part belongs to."""
     return _TYPES[event.dtype]
 
 
 def tensor_of(event: Event) -> torch.Tensor:
-    """The received tensor, on the very memory that the message was received into."""
+    """Return the received tensor, which shares the memory it was received into."""
     shape, dtype = event.shape, type_of(event)
     if 0 in shape:  # no memory to make it from
         return torch.empty(shape, dtype=dtype)

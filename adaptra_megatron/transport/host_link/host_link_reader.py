@@ -25,27 +25,27 @@ from adaptra_megatron.transport.message_keys import MessageKey
 
 ACKNOWLEDGED_TOGETHER = 8
 SIGNALS_S = 0.5
-"""How long a native wait may keep the main thread from handling a signal."""
+"""Longest native wait of the main thread, which cannot handle signals meanwhile."""
 _IDLE_S = 60.0
-"""How long the thread looks for something in a silent ring, or for another ring, at a time."""
+"""Longest wait of the thread for an event, or for another ring."""
 
 
 class ReaderEvents(Protocol):
-    """Calls of the reader to its link, with the lock held."""
+    """Callbacks of the reader to its link, with the lock held."""
 
     def take(self, event: Event, receipt: Receipt | None) -> None:
-        """An event has come, with its tensor if it is a message. Raises ValueError for one that cannot be."""
+        """Handle an event, with its tensor if it is a message. Raises ValueError for an impossible one."""
 
     def given_up_from_s(self, key: MessageKey | None) -> float:
-        """Return when waiting for `key` (None: for everything to be sent) stops making sense."""
+        """Return the time at which waiting for `key` (None: for all sends) fails."""
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """Return when to look whether something has to be done for what has been waited for since `since_s`; does what
-        has to be done now."""
+        """Do what waiting since `since_s` calls for; return when to call this again."""
 
 
 class HostLinkReader:
-    """All of a link's sessions, one after the other. Callers hold the link's lock, unless it says otherwise."""
+    """Reader of all host-path sessions of a link, one after the other. Callers hold the lock, unless a method says
+    otherwise."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class HostLinkReader:
         events: ReaderEvents,
         settings: HostSettings,
     ) -> None:
-        """`due`: the sequence numbers that `writer` is to acknowledge."""
+        """`due`: sequence numbers that `writer` is to acknowledge."""
         self._lock, self._state, self._copies = lock, state, copies
         self._writer, self._due, self._events = writer, due, events
         self._inbox = Inbox(
@@ -67,24 +67,25 @@ class HostLinkReader:
             for_device=copies.by_parts,
         )
         self._session: Session | None = None
-        """What the thread reads, or has read to the end."""
+        """Session that the thread reads, or has read to its end."""
         self.thread = LinkThread(lock, f"adaptra-host-receive-{state.ends.peer}", self._next_work)
-        """Ends by itself once the link closes and the ring does."""
+        """Ends once the link and its ring are closed."""
 
     @property
     def doubles(self) -> int:
-        """Messages that came again and were dropped. With or without the lock."""
+        """Number of duplicates that were dropped. With or without the lock."""
         return self._inbox.doubles
 
     def ask(self, key: MessageKey) -> None:
-        """A message is asked for before it is here: let it take the shortest way. With or without the lock."""
+        """Have a message delivered in parts, by the shortest way, since its receive is posted. With or without the
+        lock."""
         if self._copies.by_parts:
             ask(self._inbox, key)
 
     def wait_for(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None = None) -> bool:
-        """Return whether `done` became true by the deadline, and before the link was broken.
+        """Return whether `done()` became true by `deadline_s`, and before the wait failed.
 
-        `key`: what is waited for, None for everything to be sent.
+        `key`: the awaited message; None: all sends.
         """
         self._state.waiting = threading.get_ident()
         try:
@@ -122,11 +123,11 @@ class HostLinkReader:
         return partial(self._read_on, self._session)
 
     def _read_on(self, session: Session) -> Callable[[], None]:
-        """Without the lock."""
+        """Read until nothing is left or the session ends. Without the lock."""
         return partial(self._end_if_over, session, self._read(session, time.monotonic() + _IDLE_S))
 
     def _end_if_over(self, session: Session, settle: Callable[[], bool]) -> None:
-        """Where everything of the session has been read."""
+        """Record the end of the session once all of it has been read."""
         if not settle():
             session.give_up(None)
             self._state.read_out = True
@@ -136,9 +137,9 @@ class HostLinkReader:
     def _read(
         self, session: Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False
     ) -> Callable[[], bool]:
-        """Look for an event of the inbound ring for a while, without the lock.
+        """Wait for an event of the inbound ring until `until_s`, without the lock.
 
-        Returns what is to be done about it with the lock, which returns False where nothing more comes in this session.
+        Returns a function to call with the lock, which returns False if this session delivers nothing more.
         """
         try:
             event = self._inbox.next(session.inbound, until_s, seen_pokes, hurry)
@@ -176,15 +177,15 @@ class HostLinkReader:
         return self._acknowledge(session)
 
     def _acknowledge(self, session: Session, *, more: bool = True) -> bool:
-        """Have acknowledgements that are due written. Each wakes the peer, so several go together while there is
-        something to be read, after which this is called again. Returns `more`."""
+        """Have due acknowledgements written, several together while more events are ready, as each wakes the peer.
+        Returns `more`."""
         due = len(self._due)
         if due and (due >= ACKNOWLEDGED_TOGETHER or not more or not session.inbound.backlog):
             self._writer.acknowledge()
         return more
 
     def _received(self, event: Event, ring: Ring) -> Receipt | None:
-        """The message that is complete with this event; None where there is none with a key. Without the lock."""
+        """Return the message that is complete with this event; None if none with a key is. Without the lock."""
         if event.kind == Event.Kind.PART:
             return self._copies.receive_part(event, type_of(event), ring)
         return self._copies.receive(tensor_of(event), event.block_nbytes) if is_tensor(event) else None

@@ -17,21 +17,21 @@ from adaptra_megatron.transport.message_keys import AbortedError, TransportError
 # What one end knows about a link being up, down or finished, and the errors that say so.
 
 _CAUSE_S = 0.2
-"""How long a peer's farewell waits for word of what it closed its end for."""
+"""Time between a peer's FIN and the failure of waits: the cause of its end may still arrive."""
 
 
 class LinkHealth:
-    """Pure bookkeeping; times are given (seconds of the monotonic clock)."""
+    """Health of one link: up, down, closed or failed, and the errors that say so. Times are arguments (monotonic
+    seconds)."""
 
     def __init__(
         self, ends: LinkEnds, grace_s: float, now_s: float, *, one_network: bool = True, opens_s: float = 0.0
     ) -> None:
-        """`grace_s`: how long the link may be down before waiting for it makes no sense, while the peer runs;
-        `opens_s`: how much longer it may take to come up for the first time. `one_network`: whether the host path goes
-        where the line goes, and breaks with it.
-        """
+        """`grace_s`: how long the link may be down, while the peer runs, before waits fail; `opens_s`: additional
+        time for its first session. `one_network`: whether the host path uses the network of the control connection,
+        and fails with it."""
         self.over = False
-        """Set if a rank is gone for good, or the link was ended: no path brings anything any more."""
+        """True once a rank has failed or the link was aborted: no path delivers anything any more."""
         self._ends, self._grace_s = ends, grace_s
         self._one_network = one_network
         self._down_since_s: float | None = now_s
@@ -41,50 +41,50 @@ class LinkHealth:
         self._unreachable: str | None = None
         self._culprit: int | None = ends.peer
         self.cause = "it has not come up yet"
-        """Cause of the present or the last break."""
+        """Cause of the present or the last interruption."""
         self._failure: str | None = None
 
     def up(self) -> None:
-        """A session has begun."""
+        """Record that a session has begun."""
         self._down_since_s = None
         self.cause = "its connection ended"
 
     def down(self, cause: str, now_s: float) -> None:
-        """The session is over, or an attempt to begin one failed."""
+        """Record that the session has ended, or that one did not begin."""
         self.cause = cause
         if self._down_since_s is None:
             self._down_since_s = self._grace_from_s = now_s
 
     def fail(self, cause: str) -> None:
-        """The link is no longer usable."""
+        """Mark the link as failed."""
         self._failure = cause
 
     def lose(self, rank: int | None, cause: str) -> None:
-        """A rank is gone for good, or (None) the link is ended with what is under way: of several, the first counts."""
+        """Record that a rank has failed, or (None) that the link was aborted. The first cause counts."""
         if not self.over:
             self.over, self._failure, self._culprit = True, cause, rank
 
     def close_peer(self, now_s: float) -> None:
-        """The peer has closed its end on purpose."""
+        """Record that the peer has closed its end on purpose."""
         if self._peer_closed_s is None:
             self._peer_closed_s = now_s
 
     def on_peer_running(self, running: bool, now_s: float) -> None:
-        """The peer's process is there, and does not run; or runs again, and may need the grace to connect."""
+        """Record that the peer's process is stopped, or runs again; then it has the grace period to reconnect."""
         self._stopped_s = None if running else now_s
         self._grace_from_s = now_s
 
     def line_changed(self, unreachable: str | None) -> None:
-        """The peer's host does not answer, and why; None: it does."""
+        """Record why the peer's host does not answer; None: it does."""
         self._unreachable = unreachable
 
     @property
     def failed(self) -> bool:
-        """Return whether the link is no longer usable."""
+        """Return whether the link has failed."""
         return self._failure is not None
 
     def travels(self, *, one_network: bool) -> None:
-        """Say what the host path has come to be: see `__init__`."""
+        """Set `one_network`, once the wire is known: see `__init__`."""
         self._one_network = one_network
 
     @property
@@ -93,7 +93,8 @@ class LinkHealth:
         return self._peer_closed_s is not None
 
     def broken_from_s(self) -> float:
-        """Return when waiting for the link stops making sense: -inf if it never does, inf while the link is up."""
+        """Return the time at which waits fail: -inf if they fail now, inf while the link is up or the peer is only
+        stopped."""
         if self._failure is not None:
             return -math.inf
         if self._peer_closed_s is not None:
@@ -106,15 +107,15 @@ class LinkHealth:
 
     @property
     def down_since_s(self) -> float | None:
-        """None while a session is up."""
+        """Time since which no session is up; None while one is."""
         return self._down_since_s
 
     def error(
         self, doing: str, key: str, since_s: float, now_s: float, *, receiving: bool, also: str = ""
     ) -> TransportError:
-        """The error for a message that has been under way since `since_s`; an AbortedError where the link was ended.
+        """Return the error for a message in flight since `since_s`; an AbortedError if the link was aborted.
 
-        `key`: in words. `also`: what is known of another path.
+        `key`: in words. `also`: state of the other path.
         """
         link = f"{self._ends.here}, link {self._ends.direction(receiving=receiving)}"
         what = f"{link}: {doing} the {key} for {now_s - since_s:.3g} s; {self._seen(now_s)}"
@@ -126,7 +127,7 @@ class LinkHealth:
         )
 
     def not_up_error(self, timeout_s: float) -> TransportError:
-        """The error for a link that did not come up at the start, within `timeout_s`."""
+        """Return the error for a link that did not come up within `timeout_s`."""
         return TransportError(
             f"{self._ends.here}, link {self._ends}: the host path does not come up "
             f"within {timeout_s:g} s (--adaptra-timeout-s); {self._failure or self.cause}. Look at {self._ends.there} "
@@ -150,16 +151,17 @@ class LinkHealth:
 logger = logger_of(__name__)
 
 MAX_CORRUPTED_SESSIONS = 3
-"""Sessions in a row that bad data may end before the link is given up: what is sent again is as bad every time."""
+"""Corrupted sessions in a row after which the link fails: resent data would be corrupted again."""
 
 GiveUp = Callable[[str | None], None]
-"""Has the supervisor end a session whose rings are unusable, and begin another: at once for a cause, or, where the
-rings are closed and this end cannot tell why, once it is late for being told."""
+"""Ends a session whose rings are unusable, and begins another.
+
+At once if a cause is given; without one (the rings were closed) after the delegate had time to report its cause."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """The rings between two breaks of the link."""
+    """Rings of one session of the host path."""
 
     outbound: Ring
     inbound: Ring
@@ -167,7 +169,7 @@ class Session:
 
 
 class HostLinkState:
-    """Callers hold the link's lock, unless it says otherwise."""
+    """State shared by the parts of one end of a link. Callers hold the lock, unless a method says otherwise."""
 
     def __init__(
         self, ends: LinkEnds, lock: threading.Lock, grace_s: float, *, one_network: bool = True, opens_s: float = 0.0
@@ -175,49 +177,49 @@ class HostLinkState:
         """`grace_s`, `one_network`, `opens_s`: see LinkHealth."""
         self.ends = ends
         self.state_changed = threading.Condition(lock)
-        """For the training thread, where it does not wait in a ring."""
+        """Notified on every state change; the training thread waits on it when it is not blocked in the ring."""
         self.session: Session | None = None
         """None while the link is down."""
         self.health = LinkHealth(ends, grace_s, time.monotonic(), one_network=one_network, opens_s=opens_s)
         self.closing = False
         self.fin_received = False
-        """Set once the peer has said that it closes its end; what it had sent before may still have to be read."""
+        """True once FIN has arrived; messages sent before it may still have to be read."""
         self.read_out = False
-        """Set once the reader has come to the end of the latest session that it has begun."""
+        """True once the reader has reached the end of its latest session."""
         self.consecutive_corruptions = 0
-        """Sessions that bad data ended since the latest message arrived."""
+        """Corrupted sessions since the latest message arrived."""
         self._ended_by: str | None = None
-        """Why a session ended, until the log says it."""
+        """Cause of the end of a session, until it is logged."""
         self._ends = RateLimitedLog(logger)
         self._may_end = False
-        """Set while there is a session whose end has not been reported."""
+        """True while a session's end has not been reported."""
         self.waiting: int | None = None
-        """The thread that waits for messages, or for their being sent."""
+        """Id of the thread that waits for messages or sends; None: no thread does."""
 
     @property
     def finished(self) -> bool:
-        """Return whether one of the two ends was closed on purpose, or is gone. Any thread may ask."""
+        """Return whether either end was closed on purpose, or has failed. For any thread."""
         return self.fin_received or self.closing or self.health.over
 
     def on_fin(self) -> None:
-        """The peer has closed its end if it has said so and all of the session has been read.
+        """Mark the peer as closed once its FIN has arrived and the session is drained.
 
-        Over several connections a farewell may overtake what was sent before it; and of two threads that read, one may
-        have it in hand while the other finds the end.
+        A FIN can overtake data when a session uses several connections; and of two reading threads, one may hold it
+        while the other finds the end.
         """
         if self.fin_received and self.read_out:
             self.health.close_peer(time.monotonic())
         self.state_changed.notify_all()
 
     def begin(self, session: Session) -> None:
-        """A new session."""
+        """Begin a session."""
         self.session, self._may_end = session, True
         self.state_changed.notify_all()
 
     def note_end(self, cause: str | None = None) -> None:
-        """The supervisor says why the session has ended (the first cause counts), or all of it has been read.
+        """Record the cause of a session's end (the first one counts), or that all of the session has been read.
 
-        The log says so after both: what was still to be read may be the farewell of a peer.
+        The end is logged after both, since a FIN may still be unread: then it is no failure.
         """
         if cause is not None and self._may_end:
             self._ended_by, self._may_end = cause, False
@@ -230,7 +232,7 @@ class HostLinkState:
             self._ended_by = None
 
     def corrupted(self, session: Session, cause: str) -> None:
-        """Bad data is in the rings of `session`: it ends, and a link to which that happens too often."""
+        """End a session whose ring held invalid data; fail the link after MAX_CORRUPTED_SESSIONS in a row."""
         session.outbound.close()
         session.inbound.close()
         if self.session is not session:
@@ -244,12 +246,12 @@ class HostLinkState:
         session.give_up(cause)
 
     def fail(self, cause: str) -> None:
-        """The link is no longer usable."""
+        """Mark the link as failed and wake waiting threads."""
         self.health.fail(cause)
         self.notify_waiting()
 
     def notify_waiting(self) -> None:
-        """Wake the training thread, wherever it waits, unless it is the caller."""
+        """Wake the training thread wherever it waits, unless it is the caller."""
         if self.waiting == threading.get_ident():
             return
         self.state_changed.notify_all()

@@ -25,26 +25,26 @@ from adaptra_megatron.transport.message_keys import MessageKey, TransportError
 logger = logger_of(__name__)
 
 FIN_S = 1.0
-"""How long closing waits for the last acknowledgements to be written."""
+"""Longest time for closing to write the last acknowledgements and FIN."""
 INLINE_NBYTES = 1 << 16
-"""What the posting thread writes itself if that needs no waiting: waking another thread would take longer."""
+"""Largest message that the posting thread writes itself if there is room: waking another thread would take longer."""
 _IDLE_S = 60.0
-"""How long the thread sleeps where no signal wakes it."""
+"""Longest sleep of the thread without a signal."""
 
 
 class _Outcome(enum.Enum):
     WRITTEN = enum.auto()
     FULL = enum.auto()
-    """Nothing, or a part, is in the ring at the deadline."""
+    """Nothing, or a part, was in the ring at the deadline."""
     FAILED = enum.auto()
-    """The device does not give it away."""
+    """The device failed."""
     CLOSED = enum.auto()
     CORRUPTED = enum.auto()
-    """There is what cannot be in the ring."""
+    """The ring holds what no process of ours writes."""
 
 
 class HostLinkWriter:
-    """Callers hold the link's lock, unless it says otherwise."""
+    """Writer of the outbound ring of a link. Callers hold the lock, unless a method says otherwise."""
 
     def __init__(
         self,
@@ -58,20 +58,20 @@ class HostLinkWriter:
         self._state, self._retransmit_queue, self._due, self._timeout_s = state, retransmit_queue, due, timeout_s
         self._writing = False
         self._cause = ""
-        """What is wrong with a ring that is spoilt, or with the device."""
+        """Cause of the last FAILED or CORRUPTED outcome."""
         self.thread = LinkThread(lock, f"adaptra-host-send-{state.ends.peer}", self._next_work)
-        """Ends by itself once the link closes, after a farewell to the peer."""
+        """Ends, after FIN to the peer, once the link closes."""
 
     def enqueue(
         self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
     ) -> None:
-        """Send a message, or a note or a probe (no key)."""
+        """Post a message, or (`key` None) a note or probe."""
         message = self._retransmit_queue.post(key, payload, number, now_s, probe=probe)
         if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
             self.thread.wake()
 
     def acknowledge(self) -> None:
-        """Write what is due, or have it written."""
+        """Write due acknowledgements, or wake the thread to do so."""
         session = self._state.session
         if self._writing or session is None:
             self.thread.wake()
@@ -81,7 +81,7 @@ class HostLinkWriter:
             self._settle(session, sequence, self._write(session, sequence, 0.0))
 
     def _write_at_once(self, message: Outgoing) -> bool:
-        """Return whether it was the message's own turn, without waiting."""
+        """Write the message, without waiting, if it is next and small; return whether it was next."""
         session = self._state.session
         if session is None or self._writing or not message.payload.inline:
             return False
@@ -102,7 +102,7 @@ class HostLinkWriter:
         return None
 
     def _write_due(self, session: Session, due: Outgoing | int) -> Callable[[], None]:
-        """Without the lock."""
+        """Write acknowledgements. Without the lock."""
         outcome = self._write(session, due, time.monotonic() + self._timeout_s)
         return partial(self._written, session, due, outcome)
 
@@ -111,7 +111,7 @@ class HostLinkWriter:
         self._settle(session, due, outcome)
 
     def _next_due(self) -> Outgoing | int | None:
-        """An acknowledgement (its sequence number) before any message."""
+        """Return the next acknowledgement (a sequence number) or, without any, the next message."""
         if self._state.session is None:
             return None
         if self._due:
@@ -123,7 +123,7 @@ class HostLinkWriter:
         return message
 
     def _write(self, session: Session, work: Outgoing | int, deadline_s: float) -> _Outcome:
-        """Into the ring, by `deadline_s`. With or without the lock; with it, the deadline has passed."""
+        """Write one item by `deadline_s`. With or without the lock; with it, the deadline has passed."""
         try:
             if isinstance(work, int):
                 session.outbound.write_ack(work, deadline_s)
@@ -142,7 +142,7 @@ class HostLinkWriter:
         return _Outcome.WRITTEN
 
     def _settle(self, session: Session, work: Outgoing | int, outcome: _Outcome) -> None:
-        """What does not get in is due again."""
+        """Record the outcome; what did not get in is due again."""
         state = self._state
         if outcome is _Outcome.CLOSED and state.session is session:
             # The next session has other rings, and begins with all that is not acknowledged.

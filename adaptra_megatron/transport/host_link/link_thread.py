@@ -15,11 +15,11 @@ from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 Result = TypeVar("Result")
 Work = Callable[[], Callable[[], Result] | None]
-"""What is done without the lock. Returns what is then to be done with it, or None."""
+"""Work to do without the lock. Returns what to call with the lock afterwards, or None."""
 
 
 def without(lock: threading.Lock, work: Work[Result]) -> Result | None:
-    """Do something while others may have the lock, and then with it what that returns; returns the result."""
+    """Do `work` without the lock, then, with it, what that returned; return the result."""
     lock.release()
     try:
         settle = work()
@@ -29,25 +29,26 @@ def without(lock: threading.Lock, work: Work[Result]) -> Result | None:
 
 
 class LinkThread:
-    """A thread that asks, with the lock held, for what to do next. Callers hold the lock, unless it says otherwise."""
+    """Thread that asks, with the lock held, for its next work. Callers hold the lock, unless a method says
+    otherwise."""
 
     def __init__(self, lock: threading.Lock, name: str, next_work: Callable[[], Work[object] | float | None]) -> None:
-        """`next_work` returns what to do, or for how many seconds to sleep unless woken, or None for the end."""
+        """`next_work` returns work, the longest time to sleep in seconds, or None to end."""
         self._lock, self._next_work = lock, next_work
         self._to_do = threading.Condition(lock)
         self._thread = DeviceThread(self._run, name)
 
     def start(self) -> None:
-        """Begin. With or without the lock."""
+        """Start the thread. With or without the lock."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end, if it was started. Without the lock."""
+        """Wait for its end, if it was started. Without the lock."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def wake(self) -> None:
-        """There may be something to do, another time to wake up, or the link closes."""
+        """Wake the thread: there may be work, another time to wake up, or the link closes."""
         self._to_do.notify()
 
     def _run(self) -> None:

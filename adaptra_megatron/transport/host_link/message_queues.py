@@ -14,40 +14,40 @@ from adaptra_megatron.transport.message_keys import MessageKey
 
 @dataclass(frozen=True, slots=True)
 class MessageArrival:
-    """A message that is here."""
+    """A message that has arrived."""
 
     sequence: int | None
-    """None where it came by another path than the host path."""
+    """Sequence number of the host path; None if another path brought it."""
     receipt: Receipt
     arrived_s: float
 
 
 class ReceiveQueue:
-    """Not safe for threads: its link's lock guards it."""
+    """Messages of a peer between arrival and use. Not thread-safe: callers hold the link's lock."""
 
     def __init__(self) -> None:
         self.due: deque[int] = deque()
-        """Sequence numbers that the sender is still to be told of: arrived and asked for."""
+        """Sequence numbers to acknowledge: messages that have arrived and whose receive is posted."""
         self.doubles = 0
-        """Messages that were here already, by another path, and were dropped."""
+        """Number of duplicates that were dropped."""
         self.stale = 0
-        """Messages of attempts that had ended, which were dropped."""
+        """Number of messages of ended attempts that were dropped."""
         self._posted: dict[MessageKey, float] = {}
         self._arrived: dict[MessageKey, MessageArrival] = {}
         self._used: set[MessageKey] = set()
-        """Keys of the latest attempt: earlier ones are over, and theirs not listed."""
+        """Keys of the latest attempt that have been used; earlier attempts are over."""
         self._turn = (0, 0)
-        """The latest attempt, of which receives have been posted."""
+        """(iteration, attempt) of the latest receives."""
 
     def __len__(self) -> int:
         return len(self._arrived)
 
     def __contains__(self, key: MessageKey) -> bool:
-        """Return whether the message has arrived. Any thread may ask."""
+        """Return whether the message has arrived. For any thread."""
         return key in self._arrived
 
     def post(self, key: MessageKey, now_s: float) -> None:
-        """A receive of `key` is posted. Attempts only go up: what is left of earlier ones is dropped."""
+        """Post the receive of `key`. A receive of a later attempt drops what is left of earlier ones."""
         assert key not in self._posted, f"{key} was posted twice"
         assert key.turn >= self._turn, f"{key} is posted in attempt {self._turn}"
         if key.turn > self._turn:
@@ -58,11 +58,11 @@ class ReceiveQueue:
             self._arrived[key].receipt.begin()
 
     def posted_s(self, key: MessageKey) -> float:
-        """Return when `key` was asked for."""
+        """Return the time at which the receive of `key` was posted."""
         return self._posted[key]
 
     def arrive(self, key: MessageKey, arrival: MessageArrival) -> bool:
-        """Keep a message and return True; one that is or was here already is dropped, and acknowledged all the same."""
+        """Keep a message and return True; acknowledge and drop a duplicate or a stale one, and return False."""
         over = key.turn < self._turn
         if over or key in self._used or key in self._arrived:
             stale = over and key.iteration == self._turn[0]  # all of an iteration that is over have been used
@@ -77,18 +77,18 @@ class ReceiveQueue:
         return True
 
     def arrive_again(self, sequence: int) -> None:
-        """A retransmission: acknowledge again, unless its receive has not been posted yet."""
+        """Acknowledge a retransmission again, unless its receive is not posted yet."""
         unasked = {arrival.sequence for key, arrival in self._arrived.items() if key not in self._posted}
         if sequence not in unasked:
             self.due.append(sequence)
 
     def pop(self, key: MessageKey) -> tuple[MessageArrival, float]:
-        """A message that has arrived and was asked for, and when it was asked for."""
+        """Return a posted message that has arrived, and the time at which its receive was posted."""
         self._used.add(key)
         return self._arrived.pop(key), self._posted.pop(key)
 
     def _begin(self, turn: tuple[int, int]) -> None:
-        """Another attempt begins: the sender need not keep what nothing will ask for."""
+        """Begin another attempt: drop the messages and receives of earlier ones."""
         self._turn = turn
         self._used.clear()
         for key in [key for key in self._arrived if key.turn < turn]:
@@ -106,28 +106,28 @@ class ReceiveQueue:
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """One message under way. Holding it holds its bytes."""
+    """One unacknowledged message; keeps its bytes alive."""
 
     sequence: int
     key: MessageKey | None
     """None for a note or a probe."""
     number: int
-    """Position among all messages of the directed link, or among all its notes, or probes."""
+    """Number among all messages of the directed link, or among its notes, or probes."""
     payload: Payload
     posted_s: float
     written: bool = False
-    """Set while it is in the ring of the present session, wholly or in part."""
+    """True while it is in the ring of the present session, wholly or in part."""
     elsewhere: bool = False
-    """Set if it was also sent by another path: the receiver does not wait for this one any more."""
+    """True if another path carries it now: the receiver does not wait for this one."""
     probe: bool = False
-    """Without a key: whether it is only there to be measured."""
+    """True for a probe, False for a note; for messages, False."""
 
 
 class RetransmitQueue:
-    """In the order of posting, notes and probes first. Not safe for threads: its link's lock guards it."""
+    """Unacknowledged messages in the order of posting; notes and probes are written first. Not thread-safe."""
 
     def __init__(self, window_messages: int, window_nbytes: int) -> None:
-        """How much may be on its way unacknowledged; one message always may, however large, and so may any note."""
+        """Most messages and bytes to have in flight; a single message may be larger, and notes do not count."""
         self._window_messages, self._window_nbytes = window_messages, window_nbytes
         self._unacknowledged: OrderedDict[int, Outgoing] = OrderedDict()
         self._unwritten: OrderedDict[int, Outgoing] = OrderedDict()
@@ -139,7 +139,7 @@ class RetransmitQueue:
         self._written_nbytes = 0
 
     def __len__(self) -> int:
-        """Messages that the receiver may wait for."""
+        """Number of messages that the receiver may wait for."""
         return len(self._unacknowledged) - self._notes - self._elsewhere
 
     def post(
@@ -154,30 +154,29 @@ class RetransmitQueue:
         return message
 
     def messages(self, *, elsewhere: bool = False) -> list[Outgoing]:
-        """Messages that the receiver may wait for, in the order of posting; or all, those sent elsewhere too."""
+        """Return the messages that the receiver may wait for, in the order of posting; `elsewhere`: all."""
         everything = [each for each in self._unacknowledged.values() if each.key is not None]
         return [each for each in everything if elsewhere or not each.elsewhere]
 
     @property
     def probing(self) -> bool:
-        """Return whether a probe is on its way, if only one that is no longer usable: the receiver has memory for
-        one."""
+        """Return whether a probe is in flight, though it may be void: the receiver has memory for one."""
         return any(message.probe for message in self._unacknowledged.values())
 
     def oldest(self) -> Outgoing | None:
-        """The message that the receiver has waited for longest."""
+        """Return the message that the receiver has waited for longest."""
         messages = (each for each in self._unacknowledged.values() if each.key is not None and not each.elsewhere)
         return next(messages, None)
 
     def next_to_write(self) -> Outgoing | None:
-        """Return what to put into the ring next: a note, or the next message if the window has room for it."""
+        """Return the next item for the ring: a note or probe, or a message if the window has room."""
         if self._unwritten_notes:
             return next(iter(self._unwritten_notes.values()))
         full = self._written_messages >= self._window_messages or self._written_nbytes >= self._window_nbytes
         return None if full or not self._unwritten else next(iter(self._unwritten.values()))
 
     def mark_written(self, message: Outgoing) -> None:
-        """Count a message as on its way; called before its first byte is."""
+        """Count a message as in flight; called before its first byte is written."""
         message.written = True
         del self._line(message)[message.sequence]
         if message.key is not None:
@@ -185,7 +184,7 @@ class RetransmitQueue:
             self._written_nbytes += message.payload.nbytes
 
     def mark_unwritten(self, message: Outgoing) -> None:
-        """It did not get through: send it again. Nothing happens if it was acknowledged meanwhile."""
+        """Queue a message again that did not get through. Does nothing if it has been acknowledged."""
         if message.written and message.sequence in self._unacknowledged:
             self._forget(message)
             line = self._line(message)
@@ -193,24 +192,24 @@ class RetransmitQueue:
             line.move_to_end(message.sequence, last=False)
 
     def rewind(self) -> None:
-        """A new session has begun: everything that is not acknowledged is to be sent again."""
+        """Queue all unacknowledged messages again, for a new session."""
         for message in reversed(self._unacknowledged.values()):
             self.mark_unwritten(message)
 
     def send_elsewhere(self, message: Outgoing) -> None:
-        """Another path carries it now. It stays: a part of it may have arrived, and its sequence number is taken."""
+        """Record that another path carries the message. It stays: a part may have arrived under its sequence number."""
         if not message.elsewhere:
             message.elsewhere = True
             self._elsewhere += 1
 
     def send_after_all(self, message: Outgoing) -> None:
-        """The other path did not bring it."""
+        """Record that the other path did not deliver the message."""
         if message.elsewhere:
             message.elsewhere = False
             self._elsewhere -= 1
 
     def acknowledge(self, sequence: int) -> Outgoing | None:
-        """Remove a message. None if it was acknowledged before: acknowledgements may come twice."""
+        """Remove a message and return it; None if it has been acknowledged before."""
         message = self._unacknowledged.pop(sequence, None)
         if message is None:
             return None

@@ -40,45 +40,45 @@ from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
 # What two training processes say to each other on a line: one JSON object per line of text.
 
 LINE_NBYTES = 4 * NOTE_NBYTES
-"""The longest message: a note that is quoted once more."""
+"""Largest message: a note whose text is quoted once more."""
 
 
 class Beat(TaggedMessage, tag="beat", frozen=True):
-    """The sending process runs."""
+    """Heartbeat: the sending process runs."""
 
 
 class LinkNote(TaggedMessage, tag="note", frozen=True):
-    """A note of the link (control_messages.py), which the paths may bring too."""
+    """A note of the link (control_messages.py), which the host path may bring too."""
 
     number: Natural
     text: str
 
 
 class LinkNoteAck(TaggedMessage, tag="noted", frozen=True):
-    """The answer: all notes below this number have come."""
+    """Acknowledgement: all notes below this number have arrived."""
 
     below: Natural
 
 
 class RankFailed(TaggedMessage, tag="lost", frozen=True):
-    """A rank is gone for good."""
+    """Failure of a rank, for good."""
 
     rank: Natural
     cause: str
 
 
 class Fin(TaggedMessage, tag="bye", frozen=True):
-    """The sending process closes the line on purpose."""
+    """The sending process closes the connection on purpose."""
 
     cause: str | None = None
-    """Why it ends the link though messages may be under way; None where it has no further use for it."""
+    """Why it aborts the link while messages may be in flight; None: it has no further use for the link."""
 
 
 LineMessage = Beat | LinkNote | LinkNoteAck | RankFailed | Fin
 
 
 def decode_line(packet: bytes) -> LineMessage:
-    """A message from how it travels (`typed_messages.packed`). Raises ValueError for what no peer of ours says."""
+    """Decode a message (`typed_messages.packed`). Raises ValueError for one that no peer of ours sends."""
     try:
         message: LineMessage = unpacked(packet, LineMessage, LINE_NBYTES)
     except ValueError as cause:
@@ -90,21 +90,21 @@ logger = logger_of(__name__)
 
 BEAT_S = 0.5
 SILENT_S = 2.0
-"""Without a beat for so long, a process is taken to be stopped."""
+"""Time without a heartbeat after which a process counts as stopped."""
 UNREACHABLE_S = 3.0
-"""A host that acknowledges nothing for so long is taken to have vanished."""
+"""Time without acknowledgements after which a host counts as unreachable."""
 _SILENT_BEATS = 8
-"""Number of beats, one of which is sent to a process that does not read them."""
+"""To a stopped process, one heartbeat in so many is sent: it does not read them."""
 _CONNECT_S = 0.5
 _HANDSHAKE_S = 5.0
 _AGAIN_S = 0.1
 _LONGEST_PAUSE_S = 8.0
-"""Between two looks at a peer that answers, and does not bring up the line: each stays in its kernel's queue."""
+"""Longest pause between attempts at a peer that answers but does not authenticate: each attempt stays in its queue."""
 _FIN_S = 2.0
-"""How long closing waits for lines that are not up yet, for the good-byes that are to be said on them."""
+"""Longest time for closing to bring up connections on which FIN is still to be sent."""
 _CLOSE_S = _FIN_S + 1.0
 _FIN_RETRY_S = 10.0
-"""How long a line that was not up when its link was ended tries to tell the peer why."""
+"""Longest time for a connection that was down when its link was aborted to send the cause."""
 
 
 class ConnectionPlace(NamedTuple):
@@ -113,54 +113,54 @@ class ConnectionPlace(NamedTuple):
     address: Sequence[str | int]
     """Name of the abstract unix socket, or host and port."""
     source: str
-    """Address to connect from; "" for any."""
+    """Address to connect from; "": any."""
 
 
 class LineEnd(Protocol):
-    """A link as its line knows it. Called by the lines' thread, which is not to be kept waiting."""
+    """Callbacks to a link, made by the connections' thread; they must not block."""
 
     def on_connected(self) -> None:
-        """The line has come up, maybe again: what was said on it before may be lost."""
+        """Record that the connection is up, perhaps again: messages sent before may be lost."""
 
     def on_disconnected(self, cause: str) -> None:
-        """The peer's host does not answer."""
+        """Record that the peer's host does not answer."""
 
     def on_peer_running(self, running: bool) -> None:
-        """The peer's process has stopped running, or runs again."""
+        """Record that the peer's process is stopped, or runs again."""
 
     def on_rank_failed(self, rank: int, cause: str) -> None:
-        """A rank, the peer or another one, is gone for good; `cause` begins with its name."""
+        """Record that a rank has failed for good, the peer or another one; `cause` begins with its name."""
 
     def ended(self, cause: str) -> None:
-        """The peer has ended the link while messages may be under way."""
+        """Abort the link: the peer has aborted it while messages may be in flight."""
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """A note has come. Returns below which number all notes have."""
+        """Take in a note; return the number below which all have arrived."""
 
     def noted(self, below: int) -> None:
-        """The peer has all notes below this number."""
+        """Release notes below this number, which the peer has."""
 
 
 class _Line:
-    """One opening of the link to a peer."""
+    """Control connection of one opening of the link to a peer."""
 
     def __init__(self, peer: int, place: ConnectionPlace, end: LineEnd, opening: int) -> None:
         self.peer, self.place, self.end, self.opening = peer, place, end, opening
         self.keeper: asyncio.Task[None] | None = None
         self.admitted: asyncio.Queue[socket.socket] = asyncio.Queue()
-        """Proven connections of a peer that connects."""
+        """Authenticated connections from a peer that connects."""
         self.writer: asyncio.StreamWriter | None = None
-        """None while the line is down."""
+        """None while the connection is down."""
         self.received_s = 0.0
         self.runs = True
         self.reachable = True
         self.over = False
-        """Set once the peer has said good-bye, or is gone."""
+        """True once the peer has sent FIN, or has failed."""
         self.failure_sent = False
         self.failures: list[RankFailed] = []
-        """To be passed on once the line is up, before anything else."""
+        """Failures to send first once the connection is up."""
         self.pending_fin: Fin | None = None
-        """All else that is still to be said, once the line is up."""
+        """FIN to send once the connection is up; nothing else is left to send then."""
 
     def send(self, message: LineMessage) -> None:
         if self.writer is not None:
@@ -170,7 +170,7 @@ class _Line:
 
 
 class ControlConnections:
-    """All lines of one rank, and the thread that keeps them."""
+    """Control connections of one rank, and the thread that serves them."""
 
     def __init__(
         self,
@@ -182,17 +182,17 @@ class ControlConnections:
         *,
         propagate_failures: bool = True,
     ) -> None:
-        """`name`: of a rank, in messages. `job`, `secret`: the job's. `listeners`: become the lines'.
-        `propagate_failures`: whether a rank that is gone ends all links of all others, or its own alone."""
+        """`name`: of a rank, in messages. `job`, `secret`: the job's. `listeners`: become this object's.
+        `propagate_failures`: whether a failed rank ends all links of all ranks, or its own alone."""
         self._propagate_failures = propagate_failures
         self._rank, self._name, self._job, self._listeners = rank, name, job, list(listeners)
         self._secret = hashlib.sha256(b"lines" + secret).digest()  # or a delegate's connection would do for a line
         self._lines: dict[int, _Line] = {}
         """By peer."""
         self._finishing: list[_Line] = []
-        """Lines of openings that have ended, on which the peer is still to be sent the cause."""
+        """Connections of ended openings, on which the cause is still to be sent."""
         self._failed_ranks: set[int] = set()
-        """Ranks that are gone for good."""
+        """Ranks that have failed for good."""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._acceptor = Acceptor(self._secret, _HANDSHAKE_S, self._admit)
@@ -202,33 +202,33 @@ class ControlConnections:
         os.register_at_fork(after_in_child=lambda: (bound := leave()) and bound())
 
     def begin(self) -> None:
-        """Bring up the lines that have been added, and those that will be."""
+        """Start the thread, which brings up all connections added before or later."""
         self._thread.start()
 
     # These return at once; any thread may call them.
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept connections of lines here, too."""
+        """Accept connections on this listener, too."""
         self._call(functools.partial(self._listen, listener))
 
     def add(self, peer: int, place: ConnectionPlace, end: LineEnd, opening: int = 1) -> None:
-        """Bring a line up for this opening of a link; that of an earlier one must have been removed."""
+        """Bring up the connection of this opening of a link; that of an earlier one must have been removed."""
         self._call(functools.partial(self._add, _Line(peer, place, end, opening)))
 
     def remove(self, end: LineEnd, cause: str | None = None) -> None:
-        """Say good-bye on a line, and give it up. `cause`: see Bye."""
+        """Send Fin(`cause`) and close the connection."""
         self._call(functools.partial(self._remove, end, cause))
 
     def send(self, end: LineEnd, message: LineMessage) -> None:
-        """Send a message where the line is up."""
+        """Send a message if the connection is up; otherwise it is dropped, unless it reports a failure."""
         self._call(functools.partial(self._send, end, message))
 
     def fail(self, cause: str) -> None:
-        """Tell all peers, who tell theirs, that this rank ends with an error."""
+        """Report to all peers, which pass it on, that this rank ends with an error."""
         self._call(functools.partial(self._fail, cause))
 
     def close(self) -> None:
-        """Say good-bye, and end. Safe to call twice."""
+        """Send FIN to all peers and end the thread. May be called twice."""
         if self._thread.ident is None:
             self._loop.close()
         self._call(self._closing.set)
@@ -259,7 +259,7 @@ class ControlConnections:
         keepers = [line.keeper for line in (*self._lines.values(), *self._finishing) if line.keeper is not None]
         for line in self._lines.values():
             line.send(Fin())
-        # Without a good-bye, a peer would take this process for one that has died.
+        # Without FIN, a peer would take the end of this process for a failure.
         if coming_up := [line for line in self._lines.values() if line.keeper is not None and line.writer is None]:
             for line in coming_up:
                 line.pending_fin = Fin()
@@ -318,13 +318,13 @@ class ControlConnections:
             line.writer.transport.abort()
 
     async def _keep(self, line: _Line) -> None:
-        """Bring a line up, again and again, until it is over."""
+        """Keep one connection up until it is over."""
         backoff = Backoff(_AGAIN_S, _LONGEST_PAUSE_S)
         while not line.over:
             try:
                 reached = await self._reach(line.place) if line.admitted.empty() else None
             except ConnectionRefusedError:
-                if not line.admitted.empty():  # which the peer has made before: its good-bye may be on it
+                if not line.admitted.empty():  # which the peer has made before: its FIN may be on it
                     continue
                 if self._closing.is_set():
                     return
@@ -346,8 +346,8 @@ class ControlConnections:
             await self._carry(line, connection)
 
     async def _reach(self, place: ConnectionPlace) -> socket.socket:
-        """A connection to a peer. Raises ConnectionRefusedError where its process is gone, another OSError or
-        TimeoutError where its host does not answer."""
+        """Connect to a peer. Raises ConnectionRefusedError if its process has ended, another OSError or TimeoutError
+        if its host does not answer."""
         shared = len(place.address) == 1
         family = socket.AF_UNIX if shared else socket.AF_INET6 if ":" in str(place.address[0]) else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -364,10 +364,10 @@ class ControlConnections:
         return connection
 
     async def _proven(self, line: _Line, reached: socket.socket | None, patience_s: float) -> socket.socket:
-        """The line's connection: the lower rank proves the one that it has made, which the higher one waits for.
-        `reached`: None where that is here already.
+        """Return an authenticated connection: the lower rank authenticates the one it has made, the higher one waits
+        for it. `reached`: None if it is here already.
 
-        Raises HandshakeError, or TimeoutError where the peer has not made one.
+        Raises HandshakeError, or TimeoutError if the peer makes none.
         """
         if reached is None or self._rank > line.peer:
             if reached is not None:
@@ -392,7 +392,7 @@ class ControlConnections:
         return connection
 
     async def _carry(self, line: _Line, connection: socket.socket) -> None:
-        """Until the line breaks."""
+        """Serve the connection until it breaks."""
         reader, line.writer = await asyncio.open_connection(sock=connection, limit=LINE_NBYTES)
         line.received_s, line.reachable = time.monotonic(), True
         try:
@@ -453,9 +453,10 @@ class ControlConnections:
         self._on_failure(self._rank, f"{self._name(self._rank)} ended with an error: {plain_text(cause)}"[:NOTE_NBYTES])
 
     def _on_failure(self, rank: int, cause: str) -> None:
-        """Pass on that a rank is lost, before anything else comes of it: of several, the first is the cause.
+        """Report the failure of a rank to links and peers, before anything that follows from it: the first failure
+        is the cause.
 
-        Of one that was lost before, links that have been opened since learn nothing new.
+        A link that has been opened since the rank failed is not notified again.
         """
         notified = [line for line in self._lines.values() if rank not in self._failed_ranks and not line.failure_sent]
         if not self._propagate_failures:
@@ -469,6 +470,6 @@ class ControlConnections:
             line.end.on_rank_failed(rank, cause)
 
     def _leave_to_the_parent(self) -> None:
-        """In a forked child: what it held open would stay open when the parent ends."""
+        """Close inherited listeners and connections in a forked child: they would stay open after the parent's end."""
         for each in (*self._listeners, *self._connections):
             each.close()

@@ -20,9 +20,9 @@ logger = logger_of(__name__)
 
 
 def verbs_or_auto(lacking: Mapping[int, str | None], rank: int, peer: int) -> str:
-    """Return what to choose by where verbs is asked for: "verbs", or "auto" if one of the two ranks cannot use it.
+    """Return "verbs", or "auto" if one of the two ranks cannot use it, where verbs was asked for.
 
-    `lacking`: what each rank lacks for it. Both ends of a link come to the same.
+    `lacking`: what each rank lacks for verbs. Both ends of a link get the same result.
     """
     cause = lacks_verbs(lacking, rank, peer)
     if cause is not None:
@@ -31,8 +31,7 @@ def verbs_or_auto(lacking: Mapping[int, str | None], rank: int, peer: int) -> st
 
 
 def lacks_verbs(lacking: Mapping[int, str | None], rank: int, peer: int) -> str | None:
-    """Return what keeps a link from verbs by what each rank lacks for it; None if nothing does. The same at both
-    ends."""
+    """Return why the link between two ranks cannot use verbs; None if it can. Both ends get the same result."""
     causes = [f"rank {end}: {cause}" for end in sorted((rank, peer)) if (cause := lacking[end]) is not None]
     return "; ".join(causes) or None
 
@@ -40,12 +39,10 @@ def lacks_verbs(lacking: Mapping[int, str | None], rank: int, peer: int) -> str 
 def choose_transport(
     wanted: str, ours: str, theirs: str, link: str, without_verbs: str | None = "no RDMA device was looked for"
 ) -> str:
-    """The transport between two ranks with the host identities `ours` and `theirs`: "shm", "tcp" or "verbs".
+    """Return the wire between ranks with the host identities `ours` and `theirs`: "shm", "tcp" or "verbs".
 
-    `without_verbs`: what keeps the link from verbs; if nothing does, auto chooses it between hosts. That both ends
-    have an RDMA device with a link does not say that one reaches the other: see link_session for what becomes of it.
-
-    Raises TransportError if shm is forced between hosts.
+    `without_verbs`: why the link cannot use verbs; None: auto chooses it between hosts. RDMA devices of two hosts
+    need not reach each other: then link_session falls back. Raises TransportError if shm is forced between hosts.
     """
     if wanted == "auto":
         if ours == theirs:
@@ -62,10 +59,7 @@ def choose_transport(
 
 
 def listen_shm() -> tuple[socket.socket, list[str | int]]:
-    """A listening unix socket without a place in the file system, and its address. It vanishes with its owners.
-
-    Raises OSError.
-    """
+    """Return a listening abstract unix socket, which vanishes with its owners, and its name. Raises OSError."""
     name = f"adaptra-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -78,7 +72,7 @@ def listen_shm() -> tuple[socket.socket, list[str | int]]:
 
 
 def listen_tcp(host: str, ports: PortRange | None = None) -> tuple[socket.socket, list[str | int]]:
-    """A listening socket on the address `host` alone, at a free port of `ports` (None: any), and its address.
+    """Return a listening socket on `host`, at a free port of `ports` (None: any), and its address.
 
     Raises TransportError.
     """
@@ -92,13 +86,12 @@ def listen_tcp(host: str, ports: PortRange | None = None) -> tuple[socket.socket
 
 
 def listening_host(interface: str | None, *, one_host: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """Address to listen on: that of the interface, loopback if all peers are on this host, or what leads there.
+    """Return the address to listen on: that of `interface`, loopback if all peers are on this host, else a routable
+    one.
 
-    Between hosts, and where no interface is given, that is the interface that GLOO_SOCKET_IFNAME names for
-    torch.distributed's own TCP traffic (its first, if it has an address beyond loopback), or the one of the way to the
-    master.
-
-    Raises TransportError when the interface cannot be used, or the master's address says nothing.
+    Between hosts and without `interface`, that is the address of the first interface in GLOO_SOCKET_IFNAME (if it
+    has one beyond loopback), or of the route to MASTER_ADDR. Raises TransportError if the interface cannot be used,
+    or no route to the master is known.
     """
     if interface is not None:
         return _address_of(interface, one_host)
@@ -126,7 +119,7 @@ def _address_of(interface: str, one_host: bool) -> str:
 
 
 def _way_to(master: str) -> str:
-    """Address of this host on the way to another."""
+    """Return the address of this host on the route to another."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

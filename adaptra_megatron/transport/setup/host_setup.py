@@ -32,50 +32,50 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES
 Address = list[str | int]
 
 _NETWORK = "network"
-"""A TCP listener that other hosts reach, beside one on loopback."""
+"""Key of a TCP listener that other hosts reach, when there is one on loopback, too."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Offer of a rank to those that it is to have links to."""
+    """What a rank publishes to its future peers."""
 
     lacks_verbs: str | None
     cores: int
-    """What it may run on. More connections than that only take turns."""
+    """Number of cores it may run on; more connections than cores only take turns."""
     addresses: dict[str, Address]
-    """Where its delegate listens: "shm", "tcp" (for verbs too), and maybe _NETWORK."""
+    """Addresses of its delegate's listeners: "shm", "tcp" (for verbs too), and perhaps _NETWORK."""
     line_addresses: dict[str, Address]
-    """The same for lines."""
+    """Addresses for control connections, likewise."""
 
 
 class HostSetup:
-    """One rank's listening sockets, and what it needs to know of its peers. Not safe for threads."""
+    """Listening sockets of one rank, and the offers of its peers. Not thread-safe."""
 
     def __init__(self, layout: JobLayout, settings: HostSettings) -> None:
         self.listeners: dict[str, socket.socket] = {}
-        """For delegates, by kind: see `Offer.addresses`."""
+        """Listeners for delegates, by kind: see `Offer.addresses`."""
         self.line_listeners: dict[str, socket.socket] = {}
         self._layout, self._settings = layout, settings
         looks = settings.transport in ("auto", "verbs")
         lacking = why_unavailable(list(settings.rnics)) if looks else "it was not asked for"
         self.mine = Offer(lacking, usable_cores(), {}, {})
         self.transports: dict[int, str] = {}
-        """What carries the link to each peer that `choose` was called for."""
+        """Wire of the link to each peer, once `choose` was called for it."""
         self._offers: dict[int, Offer] = {}
 
     @property
     def job(self) -> bytes:
-        """Names the job in handshakes."""
+        """Identity of the job in handshakes."""
         return hashlib.sha256(self._layout.token.encode()).digest()[:JOB_NBYTES]
 
     def on_offer(self, peer: int, offer: Offer) -> None:
-        """What a peer has told of itself; the latest counts."""
+        """Keep a peer's offer, in place of an earlier one."""
         self._offers[peer] = offer
 
     def listen_for(self, wanted: set[str], ranks: Sequence[int]) -> list[str]:
-        """Listen by "shm", "tcp" or both for links between `ranks`, this one among them; the kinds that are new.
+        """Open the listeners ("shm", "tcp") for links between `ranks`, including this one; return the new ones.
 
-        Raises TransportError, OSError; what was made before an error stays.
+        Raises TransportError, OSError; listeners opened before the error stay.
         """
         one_host, made = self._layout.share_network(ranks), []
         if "shm" in wanted and "shm" not in self.listeners:
@@ -90,15 +90,15 @@ class HostSetup:
         return made
 
     def listeners_for(self, peer: int) -> set[str]:
-        """Return what a link to `peer` may need to be listened by, before the peer has told of itself."""
+        """Return the kinds of listeners that a link to `peer` may need, before its offer is known."""
         wanted, workers = self._settings.transport, self._layout.workers
         if workers[self._layout.rank].identity != workers[peer].identity:
             return {"tcp"}
         return {"auto": {"shm"}, "verbs": {"shm", "tcp"}}.get(wanted) or {WIRES[wanted].listener}
 
     def choose(self, peer: int) -> str:
-        """Return what carries the link to a peer that has told of itself. Raises TransportError if it cannot be as
-        wanted."""
+        """Return the wire of the link to a peer whose offer is known. Raises TransportError if it cannot be as asked
+        for."""
         wanted, rank, workers = self._settings.transport, self._layout.rank, self._layout.workers
         lacking = {rank: self.mine.lacks_verbs, peer: self._offers[peer].lacks_verbs}
         if wanted == "verbs":
@@ -108,14 +108,14 @@ class HostSetup:
         return self.transports[peer]
 
     def place(self, peer: int) -> ConnectionPlace:
-        """Return where the line to `peer` leads."""
+        """Return the address of the control connection to `peer`."""
         listener = WIRES[self.transports[peer]].listener
         return ConnectionPlace(
             self._reached(peer, listener, self._offers[peer].line_addresses), self._source(peer, listener)
         )
 
     def request(self, peer: int, opening: int = 1) -> OpenLink:
-        """Return what to ask a delegate for, for the link to `peer`."""
+        """Return the delegate's request for the link to `peer`."""
         transport = self.transports[peer]
         listener, offer = WIRES[transport].listener, self._offers[peer]
         return OpenLink(
@@ -130,7 +130,7 @@ class HostSetup:
         )
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the listeners."""
         for listener in (*self.listeners.values(), *self.line_listeners.values()):
             listener.close()
 
@@ -152,10 +152,11 @@ class HostSetup:
 
 
 def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -> HostSetup:
-    """Called by all stages of the pipeline at the same point, each with its peers; the listeners are the caller's.
+    """Open listeners and exchange offers. Called by all stages of the pipeline at the same point, each with its
+    peers.
 
-    Raises TransportError on all of them if any cannot listen, or cannot be joined to a peer as `settings` ask for;
-    it names those ranks and what keeps each.
+    Raises TransportError on all of them if any cannot listen or be joined to a peer as `settings` ask; it names
+    those ranks and the causes. The listeners are the caller's.
     """
     setup = HostSetup(rendezvous.layout, settings)
     _exchange_offers(setup, rendezvous, "hosts")

@@ -16,15 +16,15 @@ from pathlib import Path
 _SIOCGIFADDR = 0x8915
 _NAME_NBYTES, _ADDRESS_AT = 16, 20
 _NOT_USABLE = 0x08 | 0x40
-"""IFA_F_DADFAILED, IFA_F_TENTATIVE: another host has this address, or may have it."""
+"""IFA_F_DADFAILED | IFA_F_TENTATIVE: another host has, or may have, this address."""
 
 
 class InterfaceError(ValueError):
-    """There is no such interface, or it has no address; names those that there are."""
+    """There is no such interface, or it has no usable address; names the usable ones."""
 
 
 def interface_address(name: str, proc: Path = Path("/proc")) -> str:
-    """The address to listen on: the interface's first of IPv4, or else its first of IPv6 that needs no scope.
+    """Return the interface's first IPv4 address, or else its first IPv6 address that needs no scope.
 
     Raises InterfaceError.
     """
@@ -37,7 +37,7 @@ def interface_address(name: str, proc: Path = Path("/proc")) -> str:
 
 
 def interface_addresses(name: str, proc: Path = Path("/proc")) -> tuple[str, ...]:
-    """All that `interface_address` chooses from, the first of IPv4 first."""
+    """Return all usable addresses, the first of IPv4 first."""
     ipv4 = _ipv4(name)
     return (*([ipv4] if ipv4 is not None else []), *_ipv6(name, proc))
 
@@ -56,7 +56,7 @@ def _ipv4(name: str) -> str | None:
 
 
 def _ipv6(name: str, proc: Path) -> list[str]:
-    """Without link-local ones, which need a scope to be used."""
+    """Return the IPv6 addresses but link-local ones, which need a scope."""
     rows: list[list[str]] = []
     with contextlib.suppress(OSError):  # no IPv6 here
         rows = [line.split() for line in (proc / "net" / "if_inet6").read_text(errors="replace").splitlines()]

@@ -26,11 +26,11 @@ from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 ROUND_S = 60.0
-"""How long a round may take. NCCL needs seconds for a communicator; a stage that lost a round may be as late."""
+"""Longest time of a round. NCCL needs seconds for a communicator; a stage that failed in a round may be as late."""
 FIRST_SESSION = 1
-"""The first of an opening of a link: of the first opening, the one that is made at the start."""
+"""Number of an opening's first session; that of the first opening is made at the start."""
 FREED_S = 2.0
-"""How long closing waits for NCCL to give back what sessions took."""
+"""Longest wait of closing for NCCL to free the sessions' memory."""
 _GREETING_NBYTES = 1 << 20
 _GREETING_TAG = (1 << 31) - 3
 _CAUSE_LENGTH = 300
@@ -40,24 +40,25 @@ Link = tuple[int, int]
 
 
 class LinkMaker:
-    """Makes one rank's ends of links. Any thread."""
+    """Makes one rank's ends of device-path links. For any thread."""
 
     def __init__(self, rendezvous: Rendezvous, gpu: NcclSide | None) -> None:
-        """`gpu`: of this rank; None: its tensors are on the CPU, and links are gloo's."""
+        """`gpu`: of this rank; None: its tensors are on the CPU, and links use gloo."""
         self.control = rendezvous.control
-        """Where the two ends of a session meet: in the present epoch."""
+        """Store in which the two ends of a session meet, of the present generation."""
         self._rendezvous, self._gpu = rendezvous, gpu
         self._streams: dict[Link, Stream] = {}
         self._connected: dict[Link, LinkGroup] = {}
-        """At the start, and not handed out yet."""
+        """Links made at the start and not handed out yet."""
         self._failures: dict[Link, str] = {}
-        """Why the other links of its pipeline were not."""
+        """Why the other links of the start were not made."""
         self._lock = threading.Lock()
         self._made: list[LinkGroup] = []
-        """Links that may still hold memory of the device."""
+        """Links that may still hold device memory."""
 
     def connect(self, *, wrap: bool) -> None:
-        """Make the first session of this rank's links within its pipeline; called by all its stages at the same point.
+        """Make the first session of this rank's links within its pipeline. Called by all its stages at the same
+        point.
 
         `wrap`: those between the last stage and the first, too. `links` and `make` raise what failed.
         """
@@ -75,10 +76,11 @@ class LinkMaker:
                     self._failures[link] = str(cause)
 
     def links(self) -> dict[Link, Any]:
-        """This rank's links within its pipeline, for the caller to end: NcclLinks on a GPU, else PairGroups.
+        """Return this rank's links within its pipeline, which the caller then owns: NcclLinks on a GPU, else
+        PairGroups.
 
-        Called by all stages of the pipeline at the same point. Raises TransportError on all alike where any link was
-        not connected, and ends the others.
+        Called by all stages of the pipeline at the same point. Raises TransportError on all alike if any link
+        failed.
         """
         name, failures = self._rendezvous.layout.name, []
         for (source, target), cause in self._failures.items():
@@ -94,9 +96,11 @@ class LinkMaker:
         return links
 
     def make(self, link: Link, session: int, timeout_s: float, opening: int = 1) -> LinkGroup:
-        """This rank's end of a session of a link, both ends of which have greeted; the first one is that of `connect`.
+        """Return this end of a session of a link, both ends of which have greeted; the first session is that of
+        `connect`.
 
-        Raises RuntimeError, in one line, when the other end does not come within `timeout_s`, or the greeting is lost.
+        Raises RuntimeError, in one line, if the peer does not come within `timeout_s` or the greeting does not
+        arrive.
         """
         if (opening, session) == (1, FIRST_SESSION) and link in self._failures:
             raise RuntimeError(self._failures[link])
@@ -105,7 +109,7 @@ class LinkMaker:
         return self._make(link, opening, session, timeout_s)
 
     def close(self) -> bool:
-        """End what was connected and not handed out. Returns whether nothing is left of all sessions, FREED_S later."""
+        """End links that were not handed out. Returns whether all sessions have freed their memory after FREED_S."""
         for group in self._connected.values():
             group.abort()
         until_s = time.monotonic() + FREED_S
@@ -140,7 +144,7 @@ class LinkMaker:
 
 
 def rounds(stages: int, *, wrap: bool) -> Iterator[list[Link]]:
-    """The links of a pipeline, in the rounds in which they are connected: no stage is in two links of one."""
+    """Divide the links of a pipeline into rounds, in each of which a stage has at most one link."""
     ring = stages if wrap and stages > 2 else stages - 1
     colours: list[list[int]] = [[], [], []]
     for first in range(ring):
@@ -152,12 +156,12 @@ def rounds(stages: int, *, wrap: bool) -> Iterator[list[Link]]:
 
 
 def greeting() -> torch.Tensor:
-    """Return what is sent over each path of each link at the start, to be compared: on the CPU."""
+    """Return the tensor that is sent over each path of each link at the start, and compared: on the CPU."""
     return torch.arange(_GREETING_NBYTES, dtype=torch.int32).remainder_(251).to(torch.uint8)
 
 
 def greet(group: LinkGroup, sends: bool, deadline_s: float) -> None:
-    """Send, or receive and compare, a tensor; the session is ended where that fails."""
+    """Send the greeting, or receive and compare it. Ends the session on failure."""
     expected = greeting()
     try:
         if sends:

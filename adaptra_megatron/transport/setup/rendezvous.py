@@ -24,24 +24,23 @@ from adaptra_megatron.transport.message_keys import TransportError
 
 
 class Rendezvous:
-    """One stage's. All stages of a pipeline make theirs, and call `gather` and `agree`, at the same points."""
+    """Meeting of the stages of one pipeline: all make theirs, and call `gather` and `agree`, at the same points."""
 
     def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float, *, alone: bool = False) -> None:
-        """`timeout_s`: longest wait for another stage. `alone`: this rank meets no other, as if it were the only stage:
-        its links are opened later."""
+        """`timeout_s`: longest wait for another stage. `alone`: act as the only stage; links are opened later."""
         self.control, self.layout, self._timeout_s, self._alone = control, layout, timeout_s, alone
         self.place = f"alone/{layout.rank}" if alone else f"pipeline/{layout.pipeline[0]}"
 
     @cached_property
     def _store(self) -> SealedStore:
-        """A client of its own, for what waits in one keeps all others waiting that share it."""
+        """Return a store client of its own: a request that waits blocks all others of its client."""
         store = self.control.client(self.place)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return store
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout_s: float) -> Rendezvous:
-        """Rendezvous of a process group that is a pipeline and the whole job; called by all of its ranks."""
+        """Return the rendezvous of a process group that is one pipeline and the whole job. Called by all its ranks."""
         layout = gather_layout(dist.get_process_group_ranks(group), group=group)
         return cls(ControlStore.of_job(layout.token), layout, timeout_s)
 
@@ -52,23 +51,23 @@ class Rendezvous:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ones, by stage."""
+        """Global ranks, by stage."""
         return [self.layout.rank] if self._alone else self.layout.pipeline
 
     @property
     def stages(self) -> int:
-        """Return how many there are."""
+        """Number of stages."""
         return len(self.ranks)
 
     def name(self, stage: int) -> str:
-        """A stage in messages."""
+        """Return the name of a stage in messages."""
         return self.layout.name(self.ranks[stage])
 
     def gather(self, what: str, mine: Any) -> list[Any]:
-        """Return what each stage hands in, by stage, once all have: plain JSON. `what` is different in each call.
+        """Return the entries (plain JSON) of all stages, by stage. `what` must differ between calls.
 
-        Raises TransportError for the first stage that does not come in time, or whose entry was not put there by it;
-        stages that come later raise the same.
+        Raises TransportError for the first stage that does not come in time, or whose entry is not authentic; stages
+        that come later raise the same.
         """
         handed_in = []
         for answer in self._answers(what, mine):
@@ -78,9 +77,10 @@ class Rendezvous:
         return handed_in
 
     def _answers(self, what: str, mine: Any) -> Iterator[dict[str, Any]]:
-        """The entries of all stages, by stage, once this stage has put its own; or that one has given up.
+        """Publish this stage's entry and return those of all stages, by stage, or the failure that one published.
 
-        Raises TransportError for the first that the store does not give in time, after saying so in place of the own.
+        Raises TransportError for the first that does not come in time, after publishing that in place of its own
+        entry.
         """
         since_s, stage = time.monotonic(), 0
         try:
@@ -102,9 +102,9 @@ class Rendezvous:
         self._store.set(f"{what}/{self.stage}", json.dumps(mine).encode())
 
     def agree(self, what: str, failure: Exception | None) -> str | None:
-        """Return why not all stages can go on, in words; None where all can. The same on all stages.
+        """Return why not all stages can go on, in words; None if all can. The same on all stages.
 
-        `what` is different in each call. `failure`: what keeps this stage from going on; None: nothing.
+        `what` must differ between calls. `failure`: what keeps this stage from going on.
         """
         mine = None if failure is None else _spelled(failure)
         stages_by_cause: dict[str, list[int]] = {}
@@ -117,13 +117,13 @@ class Rendezvous:
         )
 
     def first_of_the_job_to(self, what: str) -> bool:
-        """Return whether no other rank of the job has asked this before."""
+        """Return whether this rank is the first of the job to call this with `what`."""
         with self.control.lent("first", self._timeout_s) as store:
             return bool(store.add(what, 1) == 1)
 
 
 def agree_on_host_path(rendezvous: Rendezvous, what: str, failure: Exception | None) -> None:
-    """Raise TransportError on all stages alike if anything keeps one of them from the host path: `failure` this one.
+    """Raise TransportError on all stages alike if any has a `failure` that rules out the host path.
 
     `what`: see `Rendezvous.agree`.
     """

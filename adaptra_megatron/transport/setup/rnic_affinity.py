@@ -19,12 +19,11 @@ _BUS_ID = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
 class RnicError(ValueError):
-    """RDMA devices were asked for that this host does not have, or that cannot be used; names what it has."""
+    """A requested RDMA device does not exist on this host or is unusable; names those that exist."""
 
 
 class Nearness(enum.IntEnum):
-    """Distance that data travels between two PCI devices, or from a NUMA node to one; in brackets nvidia-smi's
-    words."""
+    """Distance between two PCI devices, or from a NUMA node to one; nvidia-smi's abbreviations in brackets."""
 
     BRIDGE = 0
     """They share a PCIe bridge or switch (PIX, PXB)."""
@@ -42,7 +41,7 @@ class RdmaPort:
 
     number: int
     state: str
-    """As the kernel spells it: ACTIVE, DOWN, INIT, ..."""
+    """As the kernel writes it: ACTIVE, DOWN, INIT, ..."""
     rate: str
     """For example "200 Gb/sec (4X HDR)"."""
     link_layer: str
@@ -55,12 +54,12 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class HardwarePlace:
-    """Place at which a device is attached."""
+    """Place of a device in the PCI and NUMA topology."""
 
     bridges: tuple[str, ...]
-    """From the host bridge down to the device itself; empty for what is not on a PCI bus."""
+    """Path from the host bridge down to the device; empty if it is not on a PCI bus."""
     numa_node: int | None
-    """None: the kernel does not say."""
+    """None: unknown to the kernel."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,9 @@ class RdmaDevice:
 
     name: str
     place: HardwarePlace
-    """Where it is attached; for a software device (Soft-RoCE), where its network interface is."""
+    """Its place; for a software device (Soft-RoCE), that of its network interface."""
     local_cpus: str
-    """As the kernel lists them ("0-15,32-47"); empty where it does not."""
+    """As the kernel writes it ("0-15,32-47"); empty if unknown."""
     ports: tuple[RdmaPort, ...]
 
     @property
@@ -85,12 +84,12 @@ class RdmaDevice:
 
 
 def rdma_devices(sysfs: Path = SYSFS) -> list[RdmaDevice]:
-    """All of them, with or without a link, in the order of their names."""
+    """Return all RDMA devices, with or without a link, sorted by name."""
     return [_device(sysfs, entry) for entry in sorted((sysfs / "class/infiniband").glob("*"))]
 
 
 def fastest_rnic_gbit_per_s(sysfs: Path = SYSFS) -> float:
-    """Return what the fastest active port of this host carries, as sysfs tells it ("400 Gb/sec (4X NDR)"); 0 without
+    """Return the rate of the host's fastest active port in Gbit/s, from sysfs ("400 Gb/sec (4X NDR)"); 0 without
     any."""
     rates = [
         port.rate.split()[0] for device in rdma_devices(sysfs) for port in device.ports if port.active and port.rate
@@ -99,23 +98,22 @@ def fastest_rnic_gbit_per_s(sysfs: Path = SYSFS) -> float:
 
 
 def pci_place(sysfs: Path, pci_bus_id: str) -> HardwarePlace | None:
-    """Return where the PCI device with this bus id is ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
+    """Return the place of a PCI device ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
     entry = _pci_entry(sysfs, pci_bus_id)
     return _place(sysfs, entry) if entry is not None else None
 
 
 def pci_cpus(sysfs: Path, pci_bus_id: str) -> str:
-    """CPUs on the NUMA node of a PCI device, as the kernel lists them ("0-15,32-47"); empty where it does not."""
+    """Return the CPUs of a PCI device's NUMA node, as the kernel writes them ("0-15,32-47"); empty if unknown."""
     entry = _pci_entry(sysfs, pci_bus_id)
     return _read(entry / "local_cpulist") if entry is not None else ""
 
 
 def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
-    """Return what this process's copies of a GPU's messages should run on: of the CPUs that it may run on, those near
-    the GPU.
+    """Return the CPUs to run a GPU's copies on: those near it, of the ones this process may use.
 
-    None to bind nothing: without a GPU, where the kernel tells nothing, where all are near, and where none is, because
-    the user has bound the process elsewhere.
+    None to bind nothing: without a GPU, if unknown to the kernel, if all are near, and if none is, since the user
+    has bound the process elsewhere.
     """
     may_run_on = os.sched_getaffinity(0)
     near = _parse_cpus(pci_cpus(sysfs, pci_bus_id)) & may_run_on if pci_bus_id is not None else set()
@@ -124,7 +122,7 @@ def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
 
 @contextlib.contextmanager
 def started_on(cpus: Collection[int]) -> Iterator[None]:
-    """Within, what the calling thread starts (threads, processes, and theirs) runs on these CPUs; none: on any."""
+    """Run threads and processes that the calling thread starts within on these CPUs; empty: on any."""
     before = os.sched_getaffinity(0)
     if cpus:
         os.sched_setaffinity(0, cpus)
@@ -136,7 +134,7 @@ def started_on(cpus: Collection[int]) -> Iterator[None]:
 
 
 def cpus_numa_node(sysfs: Path, cpus: Collection[int]) -> int | None:
-    """The NUMA node that all these CPUs belong to; None if it is not one."""
+    """Return the NUMA node of all these CPUs; None if they belong to several."""
     nodes = {
         int(entry.name.removeprefix("node"))
         for entry in (sysfs / "devices/system/node").glob("node[0-9]*")
@@ -146,7 +144,7 @@ def cpus_numa_node(sysfs: Path, cpus: Collection[int]) -> int | None:
 
 
 def nearness(device: RdmaDevice, place: HardwarePlace) -> Nearness:
-    """Between an RDMA device and a place. A place may be a NUMA node alone."""
+    """Return the distance between an RDMA device and a place, which may be only a NUMA node."""
     shared = _shared_bridges(device.place, place)
     if shared:
         return Nearness.BRIDGE if shared > 1 else Nearness.HOST_BRIDGE
@@ -157,10 +155,10 @@ def nearness(device: RdmaDevice, place: HardwarePlace) -> Nearness:
 def nearest_rnics(
     sysfs: Path = SYSFS, *, pci_bus_id: str | None = None, numa_node: int | None = None
 ) -> tuple[str, ...]:
-    """Names of the RDMA devices with a link that are nearest to a GPU or else to a NUMA node, in a fixed order.
+    """Return the RDMA devices with a link that are nearest to a GPU, or else to a NUMA node, in a fixed order.
 
-    Several if they are equally near; among those that share a bridge with the GPU, the ones with the closest bridge.
-    All with a link if neither is given or known to the kernel; empty if none has a link.
+    Several if equally near; under a common bridge, those with the closest one. All with a link if neither is given
+    or known; empty if none has a link.
     """
     place = pci_place(sysfs, pci_bus_id) if pci_bus_id is not None else None
     place = place or HardwarePlace((), numa_node)
@@ -172,9 +170,9 @@ def nearest_rnics(
 def choose_rnics(
     named: Sequence[str], sysfs: Path = SYSFS, *, pci_bus_id: str | None = None, numa_node: int | None = None
 ) -> tuple[str, ...]:
-    """The devices to use: those named, in that order, or the nearest ones (see nearest_rnics).
+    """Return the devices to use: the named ones in their order, or else the nearest.
 
-    Raises RnicError if a named one is not here or has no link.
+    Raises RnicError if a named one is missing or has no link.
     """
     if not named:
         return nearest_rnics(sysfs, pci_bus_id=pci_bus_id, numa_node=numa_node)
@@ -190,7 +188,7 @@ def choose_rnics(
 
 
 def rank_rnics(named: Sequence[str], pci_bus_id: str | None, sysfs: Path = SYSFS) -> tuple[str, ...]:
-    """Return those of this process: see choose_rnics; without a GPU, the nearest to the CPUs that it may run on.
+    """Return this process's devices: the named ones, or those nearest to its GPU or, without one, to its CPUs.
 
     `pci_bus_id`: of its GPU. Raises RnicError.
     """
@@ -248,7 +246,8 @@ def _place(sysfs: Path, hardware: Path) -> HardwarePlace:
 
 
 def _numa_node(sysfs: Path, hardware: Path) -> int | None:
-    """The kernel says -1 where the firmware does not tell; with a single node that is no question."""
+    """Return the NUMA node of a device, or of its bridges; None if the firmware gives none (-1) and there are
+    several."""
     node = next(filter(None, (_read(directory / "numa_node") for directory in (hardware, *hardware.parents))), "-1")
     if int(node) >= 0:
         return int(node)
@@ -266,7 +265,7 @@ def _shared_bridges(one: HardwarePlace, other: HardwarePlace) -> int:
 
 
 def _parse_cpus(text: str) -> set[int]:
-    """CPUs of a list as the kernel writes it."""
+    """Parse a CPU list as the kernel writes it."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -275,7 +274,7 @@ def _parse_cpus(text: str) -> set[int]:
 
 
 def _read(path: Path) -> str:
-    """Content of a file of sysfs; empty where there is none: entries without a value cannot be read."""
+    """Return the content of a sysfs file; "" if it is missing or cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -34,7 +34,7 @@ from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, enco
 
 @dataclass
 class _Pending:
-    """One message under way."""
+    """One message in flight."""
 
     key: MessageKey
     peer: int
@@ -50,7 +50,7 @@ _UNWATCHED_SENDS = 4
 
 
 class WaitingThreadTransport:
-    """Transport over links with tags, each for one direction, with a waiting thread."""
+    """Transport over gloo links, each with tags, for one direction, and with a waiting thread."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class WaitingThreadTransport:
         timeout_s: float,
         name: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """`links`: of this rank, connected. `chunks`: model chunks per stage. `timeout_s`: longest wait of any single
+        """`links`: connected ones of this rank. `chunks`: model chunks per stage. `timeout_s`: longest wait for a
         message. `name`: of a rank, in messages."""
         self._rank, self._links, self._name = rank, links, name
         self._chunks = chunks
@@ -69,7 +69,7 @@ class WaitingThreadTransport:
         self._receives: dict[MessageKey, _Pending] = {}
         self._sends: list[_Pending] = []
         self._unwatched: list[tuple[_Pending, _Works]] = []
-        """Sends that no thread waits for yet: waking one costs several times what the send does."""
+        """Sends that no thread waits for yet: waking one costs several times as much as the send."""
         self._received: list[MessageTimes] = []
         self._sent: list[MessageTimes] = []
         self._waiters: dict[tuple[str, int], _Waiter] = {}
@@ -127,7 +127,7 @@ class WaitingThreadTransport:
         return self._receives[key].done.is_set()
 
     def can_poll(self, peer: int) -> bool:
-        """Always: by the thread that waits for them."""
+        """Return True: a thread waits for arrivals."""
         return True
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
@@ -173,7 +173,7 @@ class WaitingThreadTransport:
         return True
 
     def _watch_sends(self) -> None:
-        """Let the waiting threads have the sends posted so far, now that this thread is about to wait anyway."""
+        """Hand all posted sends to the waiting threads, now that this thread is about to wait anyway."""
         for pending, works in self._unwatched:
             self._waiter("send", pending.peer).submit(pending, functools.partial(self._wait_all, pending.peer, works))
         self._unwatched.clear()
@@ -185,7 +185,7 @@ class WaitingThreadTransport:
         raise self._error(pending, pending.cause, receiving=receiving) from pending.cause
 
     def _error(self, pending: _Pending, cause: Exception | None, *, receiving: bool) -> TransportError:
-        """The error for a message that failed with `cause`, or was under way when its deadline came."""
+        """Return the error for a message that failed with `cause`, or missed its deadline."""
         ends = LinkEnds(self._rank, pending.peer, self._name)
         seen = "nothing happened until the deadline" if cause is None else f"torch.distributed reported: {cause}"
         return TransportError(
@@ -213,7 +213,7 @@ class WaitingThreadTransport:
 
 
 class _Waiter:
-    """A thread that completes messages in the order in which they were submitted."""
+    """Thread that completes messages in the order of submission."""
 
     def __init__(self, name: str, arrival_signal: ArrivalSignal) -> None:
         self._arrival_signal = arrival_signal

@@ -33,23 +33,23 @@ from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, enco
 logger = logger_of(__name__)
 
 LAST_MESSAGES_S = 5.0
-"""How long closing waits until what was sent last has left."""
+"""Longest wait of closing for the last sends to leave."""
 GRACE_S = 5.0
-"""Left to the training thread to raise the error of a failed link."""
+"""Time for the training thread to raise the error of a failed link before the process is ended."""
 
 
 STOOD_S = 5e-5
-"""Computation that waited for less than this has found its message there: when that arrived is not known."""
+"""Wait of computation below which a message counts as early: its time of arrival is then unknown."""
 _NO_TAG = 0
 """NCCL matches by order alone."""
 
 
 _Receive = tuple[int, torch.Tensor, Any, Mark]
-"""Peer, buffer, the transfer under way, and when computation came to the post."""
+"""Peer, buffer, transfer, and mark at which computation reached the post."""
 
 
 class StreamTransport:
-    """Transport over links of which each carries one direction."""
+    """Transport over NCCL links, each for one direction, whose receives computation waits for on its stream."""
 
     def __init__(
         self,
@@ -62,11 +62,10 @@ class StreamTransport:
         last_resort: Callable[[], None] | None = None,
         name: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """`links`: of this rank, connected. `clock`: of the device, to tell when messages were posted and arrived:
-        `take_times` is for when the device has used the last of them. None: nothing is timed. `watch`: of the links;
-        tells of failures from now on. `timeout_s`: longest wait for the size of a message. `last_resort`: what ends the
-        process when the training thread does not; None: `end_process`. `name`: of a rank, in messages.
-        """
+        """`links`: connected ones of this rank. `clock`: of the device, to time messages; `take_times` then needs
+        their last use to be done; None: no times. `watch`: of the links; reports failures from now on. `timeout_s`:
+        longest wait for the size of a message. `last_resort`: ends the process if the training thread does not;
+        None: `end_process`. `name`: of a rank, in messages."""
         self._rank, self._links, self._name = rank, links, name
         self._device, self._clock, self._watch, self._timeout_s = device, clock, watch, timeout_s
         self._last_resort = last_resort or end_process
@@ -74,9 +73,10 @@ class StreamTransport:
         self._sending = [link for (source, _target), link in links.items() if source == rank]
         self._receives: dict[MessageKey, _Receive] = {}
         self._sent: list[tuple[MessageKey, int, float, int]] = []
-        """Key, peer, moment and size: what costs the training thread least."""
+        """(key, peer, time, bytes): cheapest for the training thread."""
         self._received: list[tuple[MessageKey, int, int, Mark, Mark, Mark]] = []
-        """Key, peer, size, and when computation came to the post, to the wait, and on. Holds no message."""
+        """(key, peer, bytes, marks at the post, before and after the wait) of received messages, without the
+        tensors."""
         self._failure: TransportError | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
@@ -104,7 +104,7 @@ class StreamTransport:
             self._sent.append((key, peer, now_s, outgoing.nbytes))
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
-        """As in Transport. The size of what varies in size is waited for here; one that does not come ends the run."""
+        """Post a receive. If sizes vary, this waits for the header; one that does not come ends the run."""
         specification = self._specification
         shape = specification.shape
         if shape is None:
@@ -123,7 +123,7 @@ class StreamTransport:
         return False
 
     def can_poll(self, peer: int) -> bool:
-        """Never: computation waits for arrivals, not the CPU."""
+        """Return False: computation waits for arrivals, not the CPU."""
         return False
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
@@ -146,7 +146,7 @@ class StreamTransport:
         return buffer
 
     def flush(self, deadline_s: float) -> None:
-        """Waits for nothing: what has not left is held by its link, and computation does not wait for it."""
+        """Return at once: links hold what has not left, and computation does not wait for it."""
         self._raise_failure()
 
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
@@ -192,7 +192,7 @@ class StreamTransport:
             raise self._error(key, link, cause) from cause
 
     def _link_failed(self, link: Any, cause: str) -> None:
-        """By the watch's thread."""
+        """Record a link's failure; called by the watch's thread."""
         if self._failure is not None or self._closed:
             return
         source, target = link.ends
@@ -210,13 +210,13 @@ class StreamTransport:
             raise self._failure
 
     def _usable(self, link: Link) -> NcclLink:
-        """One that has not failed, as none has. Raises TransportError."""
+        """Return a link if no link has failed. Raises TransportError."""
         if self._failure is not None:
             raise self._failure
         return self._links[link]
 
     def _error(self, key: MessageKey, link: Link, cause: RuntimeError) -> TransportError:
-        """That of a message."""
+        """Return the error for a message."""
         if self._failure is not None or isinstance(cause, TransportError):
             return self._failure or cause  # type: ignore[return-value]
         if isinstance(cause, OutOfMemory):

@@ -19,7 +19,7 @@ LANES = 1
 
 
 class ShmWire:
-    """Wire over memory that both training processes map."""
+    """Wire over a ring that both training processes map."""
 
     def __init__(self, outbound: Ring, timeout_s: float) -> None:
         """`timeout_s`: longest wait for the peer's ring."""
@@ -53,7 +53,7 @@ class ShmWire:
                 ring.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """The peer's training process takes the rest without us: the memory is its own."""
+        """Return at once: the peer's training process reads the rest without the delegates."""
 
     def traffic(self) -> Traffic:
         return Traffic(0, 0)

@@ -17,16 +17,16 @@ from adaptra_megatron.transport._ring import PEER_ENDED, PumpCounters, Ring, rec
 from adaptra_megatron.transport.wires.wire import Traffic
 
 ENDING_S = 2.0
-"""A peer that ends a session ends all connections at once; this long after the first, all ends should be here."""
+"""Time between the first and the last connection's end when the peer ends a session on purpose."""
 DEAD_S = 15.0
-"""A host that acknowledges nothing for so long is gone, or out of reach."""
+"""Time without acknowledgement after which a host counts as unreachable."""
 LOOK_S = 5.0
 _ESTABLISHED = 1
 """State in tcp_info of a connection that neither side has ended."""
 
 
 class TcpWire:
-    """Wire over proven TCP connections; frames are spread over them as each has room."""
+    """Wire over authenticated TCP connections; each takes the next frame as it has room."""
 
     def __init__(self, outbound: Ring, inbound: Ring, *, max_message_nbytes: int, stall_s: float) -> None:
         self.inbound: Ring | None = None
@@ -76,7 +76,7 @@ class TcpWire:
         return receive_frames(self._received, connection.fileno(), self._max_message_nbytes, self._stall_s, self._taken)
 
     def _pump(self, name: str, run: Callable[[socket.socket], str], connection: socket.socket) -> asyncio.Future[None]:
-        """A thread that runs until its end is reported; the future is done when it has ended."""
+        """Run a pump in a thread; return a future that is done when it has ended."""
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
 
@@ -97,14 +97,14 @@ class TcpWire:
         return over
 
     def _look_for_answers(self) -> None:
-        """End the session if what is under way on a connection is not acknowledged: the kernel would try for long."""
+        """End the session if data in flight is not acknowledged for DEAD_S: the kernel would try for much longer."""
         if all(acknowledges(connection, DEAD_S) for connection in self._connections):
             self._next_look = asyncio.get_running_loop().call_later(LOOK_S, self._look_for_answers)
         else:
             self._ended(f"the peer's host has acknowledged nothing for {DEAD_S:g} s")
 
     def _look_at_the_others(self) -> None:
-        """End the session if it was not the peer that ended one connection: what was on its way there is lost."""
+        """End the session if only one connection has ended: then the peer did not close it, and frames are lost."""
         states = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for connection in self._connections]
         living = states.count(_ESTABLISHED)
         if living:

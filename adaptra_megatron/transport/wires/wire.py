@@ -30,23 +30,25 @@ class Traffic(NamedTuple):
 
 
 class Wire(Protocol):
-    """One session of one link. Failure contract: whatever breaks ends in one call of `ended` with the cause."""
+    """One session of one link. The rules stand above."""
 
     @property
     def inbound(self) -> Ring | None:
-        """The ring that the training process must read, where the wire did not get it from there."""
+        """Ring that the training process reads, if the wire has it from the peer; None: the training process made
+        it."""
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
-        """Take over proven connections, in the order of their lanes, and start. `ended` is called in the event loop.
+        """Take over authenticated connections, in the order of their lanes, and start. `ended` is called in the
+        event loop.
 
-        Raises OSError, RuntimeError (RingError above all): they cannot be used; the caller then calls `stop`.
+        Raises OSError, RuntimeError (RingError above all) if they cannot be used; the caller then calls `stop`.
         """
 
     async def stop(self) -> None:
-        """End at once, close the connections and return when nothing of the session runs any more."""
+        """End at once and close the connections; return when nothing of the session runs any more."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Let what is in the outbound ring (closed by now) leave, for at most `timeout_s`."""
+        """Let the outbound ring, which is closed, run empty, for at most `timeout_s`."""
 
     def traffic(self) -> Traffic:
-        """Return what went through."""
+        """Return payload bytes moved so far."""

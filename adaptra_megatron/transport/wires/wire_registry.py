@@ -15,12 +15,12 @@ from adaptra_megatron.transport.wires.wire import Wire
 
 
 class WireRequest(NamedTuple):
-    """Parameters that a session is made from, in the delegate."""
+    """Parameters of a session, in the delegate."""
 
     rings: Sequence[Ring]
-    """The training process's: the outbound one, and the inbound one unless the peer's is shared."""
+    """Rings of the training process: the outbound one, and the inbound one unless the peer's is shared."""
     connects: bool
-    """Set if this end has made the connections."""
+    """True if this end has made the connections."""
     devices: list[str]
     """RDMA devices to use; none for all with a link."""
     handshake_s: float
@@ -30,21 +30,21 @@ class WireRequest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WireKind:
-    """One wire, for all that set links up."""
+    """Properties of one wire."""
 
     make: Callable[[WireRequest], Wire]
     listener: str
-    """What its connections come by: "shm" (unix sockets of one host) or "tcp"."""
+    """Kind of listener for its connections: "shm" (unix sockets of one host) or "tcp"."""
     lanes: int | None = None
-    """Connections of a session; None: as many as are asked for."""
+    """Number of connections of a session; None: as asked for."""
     shares_rings: bool = False
-    """Set if each training process reads the other's outbound ring."""
+    """True if each training process reads the other's outbound ring."""
     slot_nbytes: int = 0
-    """Least size of a ring's slot."""
+    """Least slot size of its rings, in bytes."""
     one_network: bool = True
-    """Set if it goes where the connections between training processes go, and breaks with these."""
+    """True if it uses the network of the control connections, and fails with it."""
     falls_back_to: str | None = None
-    """Wire of the next session, once several in a row have not begun."""
+    """Wire of later sessions after several in a row did not begin; None: none."""
 
 
 def _shm(request: WireRequest) -> Wire:
@@ -75,4 +75,4 @@ WIRES: Mapping[str, WireKind] = {
         falls_back_to="tcp",
     ),
 }
-"""In the order in which a handshake numbers them."""
+"""Wires by name, in the order in which handshakes number them."""

@@ -25,15 +25,15 @@ from adaptra_megatron.transport.wires.verbs.verbs_device import Port, VerbsUnava
 from adaptra_megatron.transport.wires.verbs.verbs_messages import VerbsEndpoint
 
 _RECEIVE, _PROBE, _GRANT, _FIRST_CHUNK = 0, 1, 2, 3
-"""Identifiers of work requests; chunk n has n + _FIRST_CHUNK. The upper bits tell one use of the pair from the next."""
+"""Ids of work requests; chunk n has n + _FIRST_CHUNK. The upper bits distinguish one use of the pair from the next."""
 _USE_SHIFT = 48
 _ACK_TIMEOUT, _RETRIES = 14, 5
-"""4.096 us * 2**14 a try: a dead path shows in about half a second. 7 tries mean for ever on rxe."""
+"""4.096 us * 2**14 a try: a dead path shows after about 0.5 s. On rxe 7 tries mean for ever."""
 _RECEIVER_NOT_READY_RETRIES, _RECEIVER_NOT_READY_TIMER = 6, 12
 _HOPS = 64
 _POLLED_AT_ONCE = 64
 _ENDING = ("CQ_ERR", "QP_FATAL", "QP_REQ_ERR", "QP_ACCESS_ERR", "PORT_ERR", "DEVICE_FATAL")
-"""Events after which a rail is unusable."""
+"""Asynchronous events after which a rail is unusable."""
 
 logger = logger_of(__name__)
 
@@ -41,7 +41,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _translated(method: Method) -> Method:
-    """Errors of pyverbs become QueuePairError."""
+    """Turn errors of pyverbs into QueuePairError."""
 
     @functools.wraps(method)
     def translate(self: VerbsQueuePair, *arguments: Any) -> Any:
@@ -54,10 +54,10 @@ def _translated(method: Method) -> Method:
 
 
 class VerbsQueuePair:
-    """One end of a rail, see verbs_rail.QueuePair. Owns its device context; `close` gives everything back."""
+    """Queue pair of one end of a rail, see rail.QueuePair. Owns its device context."""
 
     def __init__(self, verbs: SimpleNamespace, port: Port, outbound: Ring, inbound: Ring) -> None:
-        """`verbs`: from load_verbs. Both rings have the same number of slots. Raises QueuePairError."""
+        """`verbs`: from load_verbs. Both rings must have the same number of slots. Raises QueuePairError."""
         self.verbs, self.device = verbs, port.device
         self._port, self._outbound, self._inbound = port, outbound, inbound
         self._receiving = self._use = 0
@@ -151,14 +151,14 @@ class VerbsQueuePair:
 
     @_translated
     def probe(self) -> None:
-        """An empty RDMA WRITE, which the peer's RNIC acknowledges."""
+        """Post an empty RDMA WRITE, which the peer's RNIC acknowledges."""
         assert self._peer is not None
         self._probe.set_wr_rdma(self._peer.key, self._peer.address)
         self._post(self._probe, _PROBE)
 
     @_translated
     def write(self, chunk: int, nbytes: int) -> None:
-        """From our ring to the same place in the peer's."""
+        """Post an RDMA WRITE from a slot to the peer's slot of the same place."""
         peer, here = self._peer, self._outbound.slots_address
         assert peer is not None
         header, payload = self._outbound.slot_offsets(chunk)
@@ -215,7 +215,7 @@ class VerbsQueuePair:
 
     @_translated
     def reset(self) -> None:
-        """A queue pair that does not obey is destroyed: `prepare` makes another."""
+        """Reset the pair; destroy it if it does not obey: `prepare` then makes another."""
         if self._pair is not None:
             try:
                 self._modify(self.verbs.IBV_QPS_RESET)
@@ -225,7 +225,7 @@ class VerbsQueuePair:
         self._receiving = 0
 
     def close(self) -> None:
-        """Give back everything. Errors change nothing: what is left goes with the process."""
+        """Release everything. Errors are ignored: the rest goes with the process."""
         try:
             if self._pair is not None:
                 self._pair.close()
@@ -234,7 +234,7 @@ class VerbsQueuePair:
             logger.debug("%s: closing: %s", self.device, cause)
 
     def _attributes(self) -> Any:
-        """Return what every transition needs."""
+        """Return the attributes that every transition needs."""
         attributes = self.verbs.QPAttr(port_num=self._port.number)
         attributes.qp_access_flags = self.verbs.IBV_ACCESS_LOCAL_WRITE | self.verbs.IBV_ACCESS_REMOTE_WRITE
         return attributes
@@ -244,7 +244,7 @@ class VerbsQueuePair:
         return resource
 
     def _register(self, ring: Ring, access: int) -> Any:
-        """The slots alone: a peer must not write where the ring keeps its counts."""
+        """Register the slots alone: a peer must not write to the ring's counters."""
         verbs, nbytes = self.verbs, ring.slots_nbytes
         return self._own(verbs.MR(self._domain, nbytes, access, address=ring.slots_address))
 
@@ -258,7 +258,7 @@ class VerbsQueuePair:
         self._pair.modify(self.verbs.QPAttr(qp_state=state), self.verbs.IBV_QP_STATE)
 
     def _request(self, opcode: int) -> tuple[Any, Any]:
-        """A piece of our ring, and a work request that moves it."""
+        """Return a scatter-gather entry of our ring and the work request that uses it."""
         verbs = self.verbs
         element = verbs.SGE(self._outbound.slots_address, 0, self._source.lkey)
         request = verbs.SendWR(opcode=opcode, num_sge=1, sg=[element], send_flags=verbs.IBV_SEND_SIGNALED)
@@ -300,7 +300,7 @@ class VerbsQueuePair:
                 self._post_receive()
 
     def _readable(self) -> set[int]:
-        """Return which descriptors say that there is something."""
+        """Return the descriptors that are readable."""
         return {descriptor for descriptor, _event in self._poller.poll(0)}
 
 
@@ -309,7 +309,7 @@ def _names(verbs: SimpleNamespace, prefix: str) -> dict[int, str]:
 
 
 def _event_descriptors() -> set[int]:
-    """libibverbs' descriptors in this process; no pyverbs shows that of a context."""
+    """Return libibverbs' event descriptors of this process; pyverbs has no way to get a context's."""
     found = set()
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class QueuePairError(OSError):
-    """The RNIC, its driver or libibverbs refused a request."""
+    """RNIC, driver or libibverbs refused a request."""
 
 
 class Did(enum.Enum):
@@ -45,9 +45,9 @@ class Did(enum.Enum):
     WRITE = enum.auto()
     PROBE = enum.auto()
     GRANT = enum.auto()
-    """Ours."""
+    """This end granted slots."""
     ON_GRANT = enum.auto()
-    """The peer's."""
+    """The peer granted slots."""
 
 
 class Completion(NamedTuple):
@@ -58,7 +58,7 @@ class Completion(NamedTuple):
 
 
 class QueuePair(Protocol):
-    """One end of a rail. Nothing here waits. All methods raise QueuePairError."""
+    """Interface of one end's queue pair. Nothing waits. All methods raise QueuePairError."""
 
     device: str
 
@@ -66,50 +66,50 @@ class QueuePair(Protocol):
         """Return whether the port has a link."""
 
     def prepare(self) -> VerbsEndpoint:
-        """Into a state in which the peer can connect, whatever it was before. Receives are posted."""
+        """Bring the pair, in whatever state, to one in which the peer can connect, with receives posted."""
 
     def connect(self, peer: VerbsEndpoint) -> None:
-        """Ready to receive and to send."""
+        """Connect to the peer's end: ready to receive and to send."""
 
     def probe(self) -> None:
-        """Send something that changes nothing."""
+        """Post a request that changes nothing at the peer."""
 
     def write(self, chunk: int, nbytes: int) -> None:
-        """A chunk with `nbytes` of payload to the same slot of the peer."""
+        """Write a chunk with `nbytes` of payload to the peer's slot of the same number."""
 
     def grant(self, chunks: int) -> None:
-        """Tell the peer that there are slots for all chunks below this number. Lost if the rail fails."""
+        """Grant the peer slots for all chunks below this number. Lost if the rail fails."""
 
     def completions(self) -> list[Completion]:
-        """Return what has finished since the last call."""
+        """Return the completions since the last call."""
 
     def event(self) -> str | None:
-        """An event of port or queue pair that ends the use of this rail."""
+        """Return an event after which this rail is unusable; None if there is none."""
 
     def stop(self) -> None:
-        """Into the error state: requests end with an error."""
+        """Move the pair to the error state: requests complete with an error."""
 
     @property
     def drained(self) -> bool:
-        """Return whether every receive that was posted has finished."""
+        """Return whether every posted receive has completed."""
 
     def reset(self) -> None:
-        """Nothing arrives any more."""
+        """Reset the pair: nothing can arrive any more."""
 
 
 @dataclass(frozen=True)
 class RailTiming:
-    """Limits in seconds."""
+    """Limits of a rail, in seconds."""
 
     silence_s: float = 1.0
-    """How long chunks may be on their way over a rail without any of them arriving."""
+    """Longest time for chunks in flight on a rail without any arriving."""
     raise_s: float = 2.0
-    """How long raising may take, with its probe."""
+    """Longest time to raise a rail, probe included."""
     fence_s: float = 0.25
-    """How long to wait for the requests of a stopped queue pair to end."""
+    """Longest wait for the requests of a stopped queue pair to complete."""
     first_pause_s: float = 0.1
     longest_pause_s: float = 5.0
-    """Between attempts to raise it; each doubles the pause, until a chunk goes through."""
+    """Longest pause between attempts to raise a rail; it doubles until a chunk gets through."""
 
 
 class RailState(enum.Enum):
@@ -117,9 +117,9 @@ class RailState(enum.Enum):
     RAISING = "raising"
     UP = "up"
     FENCING = "fencing"
-    """Given up; completions of what was posted may still come."""
+    """Given up; completions of posted requests may still come."""
     FENCED = "fenced"
-    """This end is fenced off; the other has not said so yet."""
+    """This end is fenced; the peer has not confirmed it yet."""
 
 
 class Settlement(Protocol):
@@ -128,53 +128,53 @@ class Settlement(Protocol):
     def send(self, message: RailMessage) -> None: ...
 
     def received(self) -> tuple[int, list[int]]:
-        """All below, and which beyond."""
+        """Return the number below which all chunks have arrived, and the chunks beyond it."""
 
     def collect(self, rail: int) -> None:
-        """Account for what the queue pair has finished."""
+        """Account for the rail's completions."""
 
     def usable(self, rail: int, usable: bool) -> None: ...
 
     def settle(self, rail: int, below: int, beyond: list[int]) -> None:
-        """Both ends are fenced off, and the peer has these chunks."""
+        """Record that both ends are fenced, and that the peer has these chunks."""
 
 
 class Rail:
-    """One end of a rail. Times are given, in seconds of the monotonic clock."""
+    """State machine of one end of a rail. Times are arguments (monotonic seconds)."""
 
     def __init__(
         self, index: int, queue_pair: QueuePair, initiates: bool, session: Settlement, timing: RailTiming
     ) -> None:
         self.state = RailState.DOWN
         self.cause = "it has not come up yet"
-        """Why it was given up last."""
+        """Cause of its last failure."""
         self.failures = 0
-        """Attempts to raise it that failed."""
+        """Number of failed attempts to raise it."""
         self.queue_pair = queue_pair
         self._index, self._initiates, self._session, self._timing = index, initiates, session, timing
         self._attempt = 0
         self._due_s = 0.0
-        """State DOWN: when to raise it. RAISING, FENCING: until when. UP: when silence becomes too long."""
+        """DOWN: when to raise it. RAISING, FENCING: deadline. UP: when silence becomes a failure."""
         self._backoff = Backoff(timing.first_pause_s, timing.longest_pause_s)
         self._peer_fence: Fenced | None = None
 
     def due_s(self, in_flight: int) -> float | None:
-        """Return when `tick` has something to do though nothing happens."""
+        """Return the time of the next timed action."""
         if self.state is RailState.FENCED or (self.state is RailState.DOWN and not self._initiates):
             return None
         return self._due_s if self.state is not RailState.UP or in_flight else None
 
     def moved(self, now_s: float) -> None:
-        """Something was posted on an idle rail, or has arrived."""
+        """Record that something was posted on an idle rail, or has arrived."""
         if self.state is RailState.UP:
             self._due_s = now_s + self._timing.silence_s
 
     def worked(self) -> None:
-        """A chunk has arrived: the rail is good."""
+        """Record that a chunk has arrived: reset the pause."""
         self._backoff.reset()
 
     def tick(self, in_flight: int, now_s: float) -> None:
-        """Do what is due."""
+        """Perform timed actions."""
         if self.state is RailState.FENCING and (now_s >= self._due_s or self.queue_pair.drained):
             self._fence(now_s)
             return
@@ -189,7 +189,7 @@ class Rail:
             self.give_up(f"nothing arrived for {self._timing.silence_s:g} s", now_s)
 
     def give_up(self, cause: str, now_s: float) -> None:
-        """Use it no more; what was on its way is settled with the peer. Nothing happens if it is not in use."""
+        """Fence the rail; chunks in flight are settled with the peer. Does nothing if it is not in use."""
         if self.state not in (RailState.RAISING, RailState.UP):
             return
         log = logger.warning if self.state is RailState.UP else logger.debug
@@ -201,13 +201,13 @@ class Rail:
         self._try(self.queue_pair.stop)
 
     def probed(self, now_s: float) -> None:
-        """The probe went through."""
+        """Record that the probe got through."""
         if self.state is RailState.RAISING and self._initiates:
             self._session.send(Ready(rail=self._index, attempt=self._attempt))
             self._use(now_s)
 
     def on_message(self, message: RailMessage, now_s: float) -> None:
-        """Raises ValueError for what the peer cannot say now."""
+        """Handle a message of the peer. Raises ValueError for an impossible one."""
         if isinstance(message, Raise):
             self._on_raise(message, now_s)
             return
@@ -227,7 +227,7 @@ class Rail:
             self._attempting(lambda: self._connect(message.endpoint), now_s)
 
     def _raise(self, now_s: float) -> None:
-        """Only once its port has a link, which costs the peer nothing."""
+        """Raise the rail, if its port has a link."""
         self._due_s = now_s + self._backoff.next_s()
         if not self._try(self.queue_pair.port_active):
             self.cause = "its port has no link"
@@ -292,7 +292,7 @@ class Rail:
             self.give_up(str(cause), now_s)
 
     def _try(self, act: Callable[[], Result]) -> Result | None:
-        """Return where failing changes nothing: the rail is down, or on its way there."""
+        """Return whether `act` succeeded; a failure changes nothing, as the rail is down or on its way there."""
         try:
             return act()
         except QueuePairError as cause:

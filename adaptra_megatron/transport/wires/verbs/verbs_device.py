@@ -27,13 +27,13 @@ class Port:
     number: int
 
     def active(self, sysfs: Path = SYSFS) -> bool:
-        """Return whether it has a link."""
+        """Return whether the port has a link."""
         return _read(self._directory(sysfs) / "state").endswith("ACTIVE")
 
     def gid(self, sysfs: Path = SYSFS) -> tuple[int, str]:
-        """Index and text of the GID to use: the first RoCE v2 one of an IPv4 address, or the next best.
+        """Return index and text of the GID to use: the first RoCE v2 one of an IPv4 address, or the next best.
 
-        Raises VerbsUnavailableError. Indices change as addresses come and go: ask again for each connection.
+        Raises VerbsUnavailableError. Indices change with the host's addresses: call this for each connection.
         """
         found = []
         for entry in sorted((self._directory(sysfs) / "gids").glob("*"), key=lambda entry: int(entry.name)):
@@ -55,9 +55,9 @@ class Port:
 
 
 def find_ports(devices: list[str], sysfs: Path = SYSFS) -> list[Port]:
-    """Ports to use, in a fixed order: those of the devices named, or all that have a link.
+    """Return the ports to use, in a fixed order: those of the named devices, or all that have a link.
 
-    Raises VerbsUnavailableError where there is none.
+    Raises VerbsUnavailableError if there is none.
     """
     present = sorted(entry.name for entry in sysfs.glob("*"))
     if missing := sorted(set(devices) - set(present)):
@@ -74,7 +74,7 @@ def find_ports(devices: list[str], sysfs: Path = SYSFS) -> list[Port]:
 
 
 def load_verbs() -> SimpleNamespace:
-    """pyverbs' classes, and libibverbs' constants by their own names. Raises VerbsUnavailableError.
+    """Return pyverbs' classes, and libibverbs' constants under their own names. Raises VerbsUnavailableError.
 
     rdma-core 44 (Debian 12) has the constants in pyverbs.enums, 57 and later in pyverbs.libibverbs_enums.
     """
@@ -99,7 +99,7 @@ def load_verbs() -> SimpleNamespace:
 
 
 def why_unavailable(devices: list[str]) -> str | None:
-    """Return what keeps this process from using verbs; None if nothing does, as far as can be seen without a peer."""
+    """Return why this process cannot use verbs; None if nothing is known to prevent it without a peer."""
     try:
         find_ports(devices)
         load_verbs()
@@ -109,7 +109,7 @@ def why_unavailable(devices: list[str]) -> str | None:
 
 
 def _read(path: Path) -> str:
-    """Content of a file of sysfs; empty where there is none: entries without a value cannot be read."""
+    """Return the content of a sysfs file; "" if it is missing: entries without a value cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -20,19 +20,19 @@ class VerbsEndpoint(NamedTuple):
 
     gid: str
     lid: Natural
-    """0 over Ethernet."""
+    """Local identifier; 0 over Ethernet."""
     number: Natural
     packet_sequence: Natural
     mtu: Natural
-    """As libibverbs counts: 1 is 256 bytes, 5 is 4096."""
+    """libibverbs' code: 1 is 256 bytes, 5 is 4096."""
     address: Natural
     """Address of the slots that the peer writes into."""
     key: Natural
-    """What the peer needs to write there through this RNIC."""
+    """Remote key for writing there through this RNIC."""
 
 
 class Hello(TaggedMessage, tag="hello", frozen=True, kw_only=True):
-    """First, from both: rings and rails must match."""
+    """First message of both ends: number of rails, slots and slot size must match."""
 
     rails: Natural
     slots: Natural
@@ -40,19 +40,19 @@ class Hello(TaggedMessage, tag="hello", frozen=True, kw_only=True):
 
 
 class Unable(TaggedMessage, tag="unable", frozen=True, kw_only=True):
-    """Instead: this end has no verbs."""
+    """Instead of Hello: this end cannot use verbs."""
 
     cause: str
 
 
 class Grant(TaggedMessage, tag="grant", frozen=True, kw_only=True):
-    """There are slots for all chunks below `chunks`. For when no rail can carry it, and after one has failed."""
+    """Slots for all chunks below `chunks` are granted; sent when no rail can carry it, and after one has failed."""
 
     chunks: Natural
 
 
 class Raise(TaggedMessage, tag="raise", frozen=True, kw_only=True):
-    """From the side that connects: this end of the rail is ready for the other to connect to it."""
+    """From the connecting side: this end of the rail is ready to be connected to."""
 
     rail: Natural
     attempt: Natural
@@ -60,7 +60,7 @@ class Raise(TaggedMessage, tag="raise", frozen=True, kw_only=True):
 
 
 class Raised(TaggedMessage, tag="raised", frozen=True, kw_only=True):
-    """The answer: the other end is connected."""
+    """Answer to Raise: the other end is connected."""
 
     rail: Natural
     attempt: Natural
@@ -68,14 +68,14 @@ class Raised(TaggedMessage, tag="raised", frozen=True, kw_only=True):
 
 
 class Ready(TaggedMessage, tag="ready", frozen=True, kw_only=True):
-    """From the side that connects: a probe went through."""
+    """From the connecting side: a probe got through."""
 
     rail: Natural
     attempt: Natural
 
 
 class Fenced(TaggedMessage, tag="fenced", frozen=True, kw_only=True):
-    """Nothing can arrive over this end of the rail any more; what had arrived, over any rail, is named."""
+    """Nothing can arrive over this end of the rail any more; names all chunks that had arrived, over any rail."""
 
     rail: Natural
     attempt: Natural
@@ -100,7 +100,7 @@ class VerbsDecoder:
         self._unread = bytearray()
 
     def feed(self, data: bytes) -> list[VerbsMessage]:
-        """The messages that are complete now. Raises ValueError for anything else than a message."""
+        """Return the messages that are complete now. Raises ValueError for an invalid one."""
         self._unread += data
         messages = []
         while len(self._unread) >= _LENGTH.size:

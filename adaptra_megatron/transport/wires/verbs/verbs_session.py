@@ -31,28 +31,28 @@ _HALF = 1 << 31
 
 
 class VerbsReceived:
-    """Chunks of the peer that have arrived, over whichever rail."""
+    """Chunks received from the peer, over all rails."""
 
     def __init__(self, slots: int) -> None:
         self.below = 0
-        """Every chunk below this one has arrived."""
+        """Number below which all chunks have arrived."""
         self._slots = slots
         self._beyond: set[int] = set()
 
     @property
     def beyond(self) -> list[int]:
-        """Return what has arrived after the first that has not."""
+        """Return the arrived chunks beyond the first missing one."""
         return sorted(self._beyond)
 
     def number(self, immediate: int) -> int:
-        """The chunk whose number ends in these 32 bits. Raises ValueError for one that has no slot yet."""
+        """Return the chunk number that ends in these 32 bits. Raises ValueError if it has no slot yet."""
         chunk = self.below + _nearest(immediate - self.below)
         if not 0 <= chunk < self.below + self._slots:
             raise ValueError(f"chunk {chunk} came before its slot was granted; all below {self.below} are here")
         return chunk
 
     def note(self, chunk: int) -> bool:
-        """Return whether this chunk is new."""
+        """Record a chunk; return whether it is new."""
         if chunk < self.below or chunk in self._beyond:
             return False
         self._beyond.add(chunk)
@@ -63,7 +63,7 @@ class VerbsReceived:
 
 
 class Assignment(NamedTuple):
-    """A chunk that is to leave over a rail now."""
+    """A chunk to send over a rail now."""
 
     rail: int
     chunk: int
@@ -74,7 +74,7 @@ class Assignment(NamedTuple):
 class _Lane:
     usable: bool = False
     in_flight: dict[int, int] = field(default_factory=dict)
-    """Size of each chunk on its way."""
+    """Bytes of each chunk in flight."""
     nbytes: int = 0
 
     def remove(self, chunk: int) -> int:
@@ -84,7 +84,7 @@ class _Lane:
 
 
 class Stripes:
-    """Chunks from the ring until they have arrived, spread over rails by what each has on its way."""
+    """Distributes chunks over rails by the bytes in flight on each, from the ring to their arrival."""
 
     def __init__(self, rails: int) -> None:
         self._lanes = [_Lane() for _ in range(rails)]
@@ -93,34 +93,34 @@ class Stripes:
 
     @property
     def pending(self) -> int:
-        """Chunks that have not arrived as far as is known."""
+        """Number of chunks not known to have arrived."""
         return len(self._waiting) + sum(len(lane.in_flight) for lane in self._lanes)
 
     def in_flight(self, rail: int) -> int:
-        """Chunks on their way over this rail."""
+        """Return the chunks in flight over this rail."""
         return len(self._lanes[rail].in_flight)
 
     def add(self, chunk: int, nbytes: int) -> None:
-        """A chunk is ready to leave."""
+        """Add a chunk that can be sent."""
         heapq.heappush(self._waiting, (chunk, nbytes))
 
     def grant(self, chunks: int) -> None:
-        """The receiver has slots for all chunks below this number. Never less than before."""
+        """Record that the receiver has slots for all chunks below this number, which never decreases."""
         self._granted = max(self._granted, chunks)
 
     def granted_number(self, immediate: int) -> int:
-        """The grant whose number ends in these 32 bits."""
+        """Return the grant whose number ends in these 32 bits."""
         return self._granted + _nearest(immediate - self._granted)
 
     def use(self, rail: int) -> None:
         self._lanes[rail].usable = True
 
     def avoid(self, rail: int) -> None:
-        """Nothing more leaves over this rail. What is on its way stays there until `settle`."""
+        """Stop using this rail. Its chunks in flight stay until `settle`."""
         self._lanes[rail].usable = False
 
     def next(self) -> Assignment | None:
-        """The oldest chunk, over the rail with the least on its way. None without a rail, a slot or a chunk."""
+        """Assign the oldest chunk to the rail with the least in flight; None without a rail, slot or chunk."""
         usable = [rail for rail, lane in enumerate(self._lanes) if lane.usable]
         if not usable or not self._waiting or self._waiting[0][0] >= self._granted:
             return None
@@ -131,13 +131,13 @@ class Stripes:
         return Assignment(rail, chunk, nbytes)
 
     def delivered(self, rail: int, chunk: int) -> int:
-        """The receiver's RNIC has acknowledged this chunk. Returns its size."""
+        """Record that the receiver's RNIC has acknowledged this chunk; return its size."""
         return self._lanes[rail].remove(chunk)
 
     def settle(self, rail: int, below: int, beyond: Sequence[int]) -> list[tuple[int, int]]:
-        """A dead rail can carry nothing any more, and the receiver has these chunks: the others leave again.
+        """Requeue the chunks of a fenced rail that the receiver does not have.
 
-        Returns number and size of those that have arrived.
+        Returns number and size of those that it has.
         """
         lane, here = self._lanes[rail], set(beyond)
         arrived = []
@@ -151,25 +151,26 @@ class Stripes:
 
 
 def _nearest(difference: int) -> int:
-    """The smallest number, positive or negative, with the same 32 bits."""
+    """Return the smallest number, positive or negative, with the same 32 bits."""
     return ((difference + _HALF) & 0xFFFFFFFF) - _HALF
 
 
 class Outside(Protocol):
-    """Effects of a session on the outside."""
+    """Callbacks of a session to its wire."""
 
     def send(self, message: VerbsMessage) -> None:
-        """To the peer, in order."""
+        """Send to the peer, in order."""
 
     def release(self, chunk: int) -> None:
-        """The peer has it: its slot of the outbound ring may be used again."""
+        """Release the chunk's slot of the outbound ring: the peer has it."""
 
     def commit(self, chunk: int) -> int:
-        """It is in its slot of the inbound ring. Returns its size."""
+        """Publish the chunk's slot of the inbound ring; return its size."""
 
 
 class VerbsSession:
-    """Times are given, in seconds of the monotonic clock. ValueErrors name what the peer cannot have said."""
+    """State machine of a verbs session. Times are arguments (monotonic seconds). ValueErrors name an impossible
+    message."""
 
     def __init__(
         self,
@@ -181,10 +182,10 @@ class VerbsSession:
         now_s: float,
         timing: RailTiming | None = None,
     ) -> None:
-        """`initiates`: whether this side raises rails, and the other answers; `slots` of each ring."""
+        """`initiates`: whether this side raises rails; `slots`: of each ring."""
         self.sent_nbytes = self.received_nbytes = 0
         self.rail_chunks = [0] * len(queue_pairs)
-        """Chunks that each rail has delivered to the peer, as far as this end saw it."""
+        """Number of chunks that each rail has delivered to the peer, as far as known here."""
         self._outside = outside
         self._stripes = Stripes(len(queue_pairs))
         self._received = VerbsReceived(slots)
@@ -199,7 +200,7 @@ class VerbsSession:
 
     @property
     def pending(self) -> int:
-        """Chunks that the peer does not have yet, as far as is known."""
+        """Number of chunks that the peer is not known to have."""
         return self._stripes.pending
 
     @property
@@ -208,41 +209,39 @@ class VerbsSession:
 
     @property
     def hopeless(self) -> bool:
-        """Return whether no rail has ever been up, though each was tried."""
+        """Return whether every rail was tried and none ever came up."""
         return not self._ever_up and all(rail.failures for rail in self._rails)
 
     @property
     def wants_slots(self) -> bool:
-        """Return whether the peer may soon have none left to write into: more are to be claimed as soon as there are
-        any."""
+        """Return whether the peer may soon run out of slots: more should be claimed as soon as there are any."""
         return self._claimed - self._received.below <= self._slots // 2
 
     @property
     def wants_frames(self) -> bool:
-        """Return whether the rails may soon have nothing to do. Otherwise a completion comes first, and frames can
-        wait."""
+        """Return whether rails may soon be idle. Otherwise a completion comes first, and frames can wait."""
         return self._stripes.pending < self._slots // 2
 
     @property
     def outage_s(self) -> float:
-        """For how many seconds no rail has been up."""
+        """Seconds for which no rail has been up."""
         return self._now_s - self._up_s
 
     def outage(self) -> tuple[float, str]:
-        """For how many seconds no rail has been up, and why."""
+        """Return for how many seconds no rail has been up, and why."""
         causes = "; ".join(f"{rail.queue_pair.device}: {rail.cause}" for rail in self._rails)
         return self.outage_s, causes
 
     def taken(self, chunk: int, nbytes: int) -> None:
-        """A frame with `nbytes` of payload is to leave."""
+        """Record a frame with `nbytes` of payload that is to be sent."""
         self._stripes.add(chunk, nbytes)
 
     def claimed(self, chunk: int) -> None:
-        """There is a slot for this chunk of the peer, and for all before it."""
+        """Record that all chunks of the peer up to this one have a slot."""
         self._claimed = chunk + 1
 
     def on_message(self, message: VerbsMessage, now_s: float) -> None:
-        """A message of the peer."""
+        """Handle a message of the peer."""
         self._now_s = now_s
         if isinstance(message, Grant):
             self._stripes.grant(message.chunks)
@@ -254,7 +253,7 @@ class VerbsSession:
             raise ValueError(f"there is no rail {message.rail}, only {len(self._rails)}")
 
     def advance(self, now_s: float) -> None:
-        """Do all that can be done now. To be called after anything has happened, and at `next_s`."""
+        """Perform all actions that are possible now. Called after every event, and at `next_s`."""
         self._now_s = now_s
         for index, rail in enumerate(self._rails):
             self.collect(index)
@@ -267,7 +266,7 @@ class VerbsSession:
             self._up_s, self._ever_up = now_s, True
 
     def next_s(self) -> float | None:
-        """Return when to `advance` though nothing happens."""
+        """Return when to call `advance` next without an event."""
         due = [rail.due_s(self._in_flight(index)) for index, rail in enumerate(self._rails)]
         return min((due_s for due_s in due if due_s is not None), default=None)
 
@@ -324,7 +323,7 @@ class VerbsSession:
                 self.received_nbytes += self._outside.commit(chunk)
 
     def _in_flight(self, rail: int) -> int:
-        """Return what is on its way over this rail, and has to arrive."""
+        """Return the chunks in flight over this rail."""
         return self._stripes.in_flight(rail) + self._grants_in_flight[rail]
 
     def _delivered(self, rail: int, chunk: int, nbytes: int) -> None:
@@ -351,7 +350,7 @@ class VerbsSession:
                 rail.give_up(str(cause), self._now_s)  # and settled with the peer, as it may be half posted
 
     def _grant(self) -> None:
-        """Tell the peer of new slots: several together while it has enough, at once where it may run out of them."""
+        """Grant new slots: several at once while the peer has enough, otherwise immediately."""
         if self._grants_void:
             self._grants_void, self._granted = False, self._claimed
             self._outside.send(Grant(chunks=self._granted))  # any of them may have been on the rail that failed

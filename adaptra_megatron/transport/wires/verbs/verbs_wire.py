@@ -32,18 +32,18 @@ from adaptra_megatron.transport.wires.wire import Traffic
 
 Item = TypeVar("Item")
 _LOOK_S = 60.0
-"""How long the thread sleeps where no signal wakes it."""
+"""Longest sleep of the thread without a signal."""
 _JOIN_S = 1.0
-"""How long the event loop stands still at most for a thread that has nothing left to do."""
+"""Longest block of the event loop for a thread that has finished its work."""
 
 
 class RingWatch(Generic[Item]):
-    """One side of a ring. Everything but the waiting happens in the event loop that it was made in."""
+    """One side of a ring, for the event loop that made it: a thread does the waiting."""
 
     def __init__(self, ring: Ring, get: Callable[[float], Item | None], came: Callable[[], None]) -> None:
-        """`get` waits in the ring until a deadline; `came` is called when it is time to `pull` after a `watch`."""
+        """`get` waits in the ring until a deadline; `came` is called when `pull` should be called after a `watch`."""
         self.over = False
-        """The ring is closed, and all that was in it has been pulled."""
+        """True once the ring is closed and all of it has been pulled."""
         self._ring, self._get, self._came = ring, get, came
         self._loop = asyncio.get_running_loop()
         self._found: list[Item] = []
@@ -55,7 +55,7 @@ class RingWatch(Generic[Item]):
         self._thread.start()
 
     def pull(self) -> list[Item]:
-        """All that is there now. Raises RingError, FrameError: the training process spoilt its ring."""
+        """Return all slots that are ready. Raises RingError, FrameError: the ring is corrupted."""
         if self._error is not None:
             raise self._error
         if self._waiting:
@@ -68,13 +68,13 @@ class RingWatch(Generic[Item]):
         return items
 
     def watch(self) -> None:
-        """Have `came` called as soon as there is something, or the ring is closed."""
+        """Have `came` called as soon as a slot is ready or the ring is closed."""
         if not self._waiting and not self.over:
             self._waiting = True
             self._orders.put(True)
 
     async def stop(self) -> None:
-        """Returns when the thread has ended. The ring is closed already, or the thread would go on waiting."""
+        """Wait for the end of the thread. The ring must be closed."""
         self._orders.put(False)
         await asyncio.wait([self._ended])  # which, unlike a bare await, leaves the future alone when it is cancelled
         self._thread.join(_JOIN_S)  # it has reported its end, and has only to return
@@ -101,13 +101,13 @@ logger = logger_of(__name__)
 
 LANES = 1
 SLOT_NBYTES = 1 << 20
-"""Slot size of the rings: what Python does for each slot, at both ends, takes as long as a large copy."""
+"""Slot size of the rings: Python's work for a slot, at both ends, takes as long as a large copy."""
 OUTAGE_S = 2.0
 _RECEIVED_AT_ONCE = 1 << 16
 
 
 class VerbsWire:
-    """Wire over RNICs of this host and their counterparts: the n-th port here belongs to the n-th port there."""
+    """Wire over RNICs: the n-th port of this host is connected to the n-th port of the other."""
 
     def __init__(
         self,
@@ -120,13 +120,8 @@ class VerbsWire:
         outage_s: float = OUTAGE_S,
         timing: RailTiming | None = None,
     ) -> None:
-        """
-        Args:
-            connects: whether this side raises rails, and the other answers.
-            devices: RDMA devices to use; none for all with a link.
-            timeout_s: longest time until the first rail is up.
-            outage_s: longest time without any rail after that, while they are being repaired.
-        """
+        """`connects`: whether this side raises rails. `devices`: RDMA devices to use; empty: all with a link.
+        `timeout_s`: longest time until the first rail is up. `outage_s`: longest time without any rail later."""
         self.inbound: Ring | None = None
         self._outbound, self._received = outbound, inbound
         self._connects, self._devices = connects, devices
@@ -145,7 +140,7 @@ class VerbsWire:
 
     @property
     def session(self) -> VerbsSession | None:
-        """Once it has begun."""
+        """The session, once it has begun."""
         return self._session
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
@@ -227,7 +222,7 @@ class VerbsWire:
         return self._received.commit_slot(chunk)
 
     async def _exchange(self, ours: Hello) -> tuple[Hello, list[VerbsMessage]]:
-        """The peer's, and what it said after it. Raises OSError unless the peer's rings look like ours."""
+        """Exchange Hello; return the peer's and the messages after it. Raises OSError if the rings do not match."""
         assert self._connection is not None
         self.send(ours)
         arrived: list[VerbsMessage] = []
@@ -323,7 +318,8 @@ class VerbsWire:
             self._slots.watch()
 
     def _wake_at(self, due_s: float) -> None:
-        """A timer that goes off too early costs less than one that is set anew at every step."""
+        """Set a timer for `due_s`, or keep an earlier one: a needless wake-up costs less than setting it anew each
+        time."""
         if self._timer is not None and due_s < self._timer.when():
             self._timer.cancel()
             self._timer = None
@@ -357,7 +353,7 @@ class VerbsWire:
         return [] if self._session is None else self._session.rail_states
 
     async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """At most `timeout_s`."""
+        """Wait for `done`, at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while not done() and (left_s := deadline_s - time.monotonic()) > 0:
             self._changed.clear()
