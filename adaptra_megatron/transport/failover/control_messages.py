@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control messages ("notes") between the two ends of a directed link, and the channel that delivers them.
 
-Wire format: one JSON object, at most NOTE_NBYTES, whose field "is" names the kind (`name` of each class below).
+Wire format: one JSON object, at most NOTE_NBYTES, whose field "is" names the kind (the tag of each class below).
 
 1. ControlChannel delivers each note once and in order. Each is sent by the host path; if not acknowledged within
    OVERDUE_S, by the control connection too. The receiver drops doubles and holds back what comes early.
