@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from analyze_sizes import sizes
 
-from adaptra_megatron.tools.analysis.analysis import Analysis, analyse
-from adaptra_megatron.tools.analysis.analysis_wording import sentences
 from adaptra_megatron.tools.recordings.reading import read_recording
+from adaptra_megatron.tools.replay.analysis import Analysis, analyse
+from adaptra_megatron.tools.replay.analysis_wording import sentences
 
 RESULT = Path(__file__).resolve().parent / "results" / "analyze.md"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that writes what others hand over, so that no disk is ever waited for by the training."""
+"""Write files of a run in a thread, so that the training never waits for a disk; refuse what is no regular file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from adaptra_megatron.common.child_process import OwningProcess
 from adaptra_megatron.common.log import logger_of
 
 logger = logger_of(__name__)
+
+
+def is_no_file(path: Path) -> bool:
+    """Return whether something is there that is no regular file, such as a FIFO, which would be waited for for ever.
+    What is not there is for `open` to say."""
+    return path.exists() and not path.is_file()
+
 
 Item = TypeVar("Item")
 

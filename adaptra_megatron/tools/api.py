@@ -21,15 +21,21 @@ from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs, job_co
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
 from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, job_bound, simulate_job, simulate_job_online
 from adaptra_megatron.schedule.simulator import Simulation
-from adaptra_megatron.tools.cli.planning.changed_costs import Change, WhatIf, link_values, slow_link, slow_stage
-from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
+from adaptra_megatron.tools.cli.planning.cost_inputs import (
+    Change,
+    WhatIf,
+    link_values,
+    read_given,
+    slow_link,
+    slow_stage,
+)
 from adaptra_megatron.tools.cli.planning.inputs import InputError, Value, fixed_schedule, placed_for, whole_value
 from adaptra_megatron.tools.cli.planning.sweep import STOCK, Sweep, stock_of
 from adaptra_megatron.tools.cli.planning.sweep import sweep as sweep_over
 from adaptra_megatron.tools.report.simulated import Drawn
 
 if TYPE_CHECKING:
-    from adaptra_megatron.tools.analysis.analysis import Analysis
+    from adaptra_megatron.tools.replay.analysis import Analysis
 
 Strings = str | Iterable[str]
 Count = int | str | None
@@ -158,9 +164,9 @@ def analyze(
     `stages`, `replicas`: pipeline size and number of pipelines, where traces do not say it. Raises RecordingError for
     what is no recording, ReplayError where no step can be replayed.
     """
-    from adaptra_megatron.tools.analysis.analysis import analyse
     from adaptra_megatron.tools.recordings.reading import read_recording
     from adaptra_megatron.tools.recordings.recorded_places import Asked
+    from adaptra_megatron.tools.replay.analysis import analyse
 
     recording = read_recording(Path(path), asked=Asked(stages=stages, replicas=replicas))
     return analyse(recording, activation_gib=activation_gib)

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceError, read_traces
 from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError
-from adaptra_megatron.tools.traces.perfetto import chrome_trace, write_trace
-from adaptra_megatron.tools.traces.timeline import TimelineRun, draw_timelines
+from adaptra_megatron.tools.report.perfetto import chrome_trace, write_trace
 from testing.demo.demo_progress import progress
 from testing.demo.demo_report import DemoReport
 from testing.demo.demo_setup import ADAPTRA, STOCK, DemoSetup
+from testing.demo.timeline_pictures import TimelineRun, draw_timelines
 from testing.jobs.fork_server import ForkServer, ForkServerError
 from testing.jobs.variants import Variant, VariantReport, run_variants
 

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from adaptra_megatron.telemetry.background_writer import BackgroundWriter
+from adaptra_megatron.telemetry.background_writer import BackgroundWriter, is_no_file
 from adaptra_megatron.telemetry.events.events import Event, EventError, RunStarted, Stamp, StampedEvent, decode, encode
-from adaptra_megatron.telemetry.regular_files import is_no_file
 
 FILE_PATTERN = "events-*.jsonl"
 MAX_NBYTES = 4 << 20

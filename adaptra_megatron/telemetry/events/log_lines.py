@@ -12,14 +12,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from statistics import median
 
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
-from adaptra_megatron.telemetry.events.cables import (
+from adaptra_megatron.telemetry.events.event_wording import (
     MEASURABLE,
     cable_of,
     cost_since,
     ends_of,
     links_in_words,
     listed,
+    memory_text,
     numbers_in_words,
+    short_duration,
     touched_in_words,
 )
 from adaptra_megatron.telemetry.events.events import (
@@ -124,7 +126,7 @@ class RunLog:
             return
         parts = [f"{self._plans} plan{'' if self._plans == 1 else 's'}"]
         if saved_s > 0.0:
-            parts.append(f"about {duration(saved_s)} saved by them")
+            parts.append(f"about {short_duration(saved_s)} saved by them")
         parts += dict.fromkeys(text for text in self._ends.values() if text)
         head = f"ended by {reason}" if reason else "done"
         text = f"{self._word}{head} after {iterations} iterations: {', '.join(parts)}"
@@ -181,7 +183,7 @@ class RunLog:
         text += f"; {touched}" if touched else _hosts_of_stage(events)
         cost = cost_since(seconds, _since(events[0]))
         if cost is not None and cost.share >= MEASURABLE:
-            text += f"; it costs {duration(cost.seconds)} of each iteration ({cost.share:.0%})"
+            text += f"; it costs {short_duration(cost.seconds)} of each iteration ({cost.share:.0%})"
         return logging.WARNING, text
 
     def _straggler(self, event: StragglerDetection, numbered: Numbered) -> tuple[int, str]:
@@ -207,10 +209,10 @@ class RunLog:
             elif isinstance(event, MemoryWanted):
                 yield memory_text(event)
             elif isinstance(event, SwitchMeasured) and self._gains:
-                predicted = "" if self._predicted_s is None else f", {duration(self._predicted_s)} predicted"
+                predicted = "" if self._predicted_s is None else f", {short_duration(self._predicted_s)} predicted"
                 yield (
-                    f"plan {event.number} takes {duration(event.after_measured_s)} an iteration{predicted}, "
-                    f"{duration(event.before_measured_s)} before"
+                    f"plan {event.number} takes {short_duration(event.after_measured_s)} an iteration{predicted}, "
+                    f"{short_duration(event.before_measured_s)} before"
                 )
 
     def _remember(self, event: PlanMade | PathChosen | RoutesChosen | PolicyChanged) -> None:
@@ -239,33 +241,14 @@ class RunLog:
         why = f" ({'; '.join(reasons)})" if reasons else ""
         text = f"plan {event.number} in force{why}"
         if event.predicted_s is not None:
-            expected, before_s = duration(event.predicted_s), event.before_predicted_s
-            self._gains = before_s is None or duration(before_s) != expected
+            expected, before_s = short_duration(event.predicted_s), event.before_predicted_s
+            self._gains = before_s is None or short_duration(before_s) != expected
             text += f": {expected} an iteration expected{'' if self._gains else ', as before'}"
             if before_s is not None and self._gains:
-                text += f" instead of {duration(before_s)}"
+                text += f" instead of {short_duration(before_s)}"
             if bound_s is not None:
-                text += f"; no order takes less than {duration(bound_s)}"
+                text += f"; no order takes less than {short_duration(bound_s)}"
         return text
-
-
-def memory_text(event: MemoryWanted) -> str:
-    """Return what more memory would buy."""
-    what = "the way through the pipeline" if event.source is None else f"link {event.source}<->{event.target}"
-    given = ", ".join(f"{cap} would give {duration(seconds)}" for cap, seconds in event.caps.items())
-    return (
-        f"{what} cannot be hidden within {event.held:g} activations per stage: {duration(event.predicted_s)}; {given} "
-        "(--adaptra-max-in-flight)"
-    )
-
-
-def duration(seconds: float) -> str:
-    """Milliseconds, or seconds above ten."""
-    return f"{seconds:.1f} s" if seconds >= 10.0 else f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else _small(seconds)
-
-
-def _small(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
 
 
 def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
@@ -275,7 +258,7 @@ def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
     known = [(after_s, before_s) for after_s, before_s in expected if after_s is not None and before_s is not None]
     if not known:
         return text
-    after, before = (duration(median(column)) for column in zip(*known, strict=True))
+    after, before = (short_duration(median(column)) for column in zip(*known, strict=True))
     return f"{text}: {after} an iteration expected{', as before' if after == before else f' instead of {before}'}"
 
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of one rank, as Prometheus and OpenTelemetry get them."""
+"""The metrics of one rank, as Prometheus and OpenTelemetry get them.
+
+The Prometheus endpoint is off unless a port is given. It needs prometheus_client (`pip install
+'adaptra-megatron[metrics]'`), imported when it is opened. It serves no secret and takes no input, but all that reaches
+the port can read it: it is bound to this host alone unless another address is given.
+"""
 
 from __future__ import annotations
 
@@ -219,11 +224,6 @@ class ExportedFigures:
         labelled = {(*own.values(), *labels): value for labels, value in values.items()}
         return Samples(name, (*own, *described.labels), labelled)
 
-
-# The figures of one rank for a Prometheus server to fetch. Off unless a port is given.
-# Needs prometheus_client (`pip install 'adaptra-megatron[metrics]'`), imported when an endpoint is opened. What is
-# served names no secret and takes no input, but all that reaches the port can read it: it is bound to this host
-# alone unless another address is given.
 
 LOOPBACK = "127.0.0.1"
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.background_writer import BackgroundWriter
-from adaptra_megatron.telemetry.regular_files import is_no_file
+from adaptra_megatron.telemetry.background_writer import BackgroundWriter, is_no_file
 
 FILE_VERSION = 1
 FILE_PATTERN = "rank-*.jsonl"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces on demand: an empty file in the run's directory names iterations, and every rank writes those.
+"""Requests to a running job, as files in its directory: traces of some iterations, or another policy.
+
+For traces on demand, an empty file names iterations, and every rank writes those.
 
 The files are `TRACE_DIR/requests/NAME`, NAME one of `120`, `120-125`, `next`, `next-5`, `last`, `last-5`; so `touch` is
 enough, from any host that sees the leader's directory. The leader looks for them once per iteration, beside the
@@ -18,13 +20,11 @@ from typing import NamedTuple
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.regular_files import is_no_file
+from adaptra_megatron.telemetry.background_writer import is_no_file
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter
 
 logger = logger_of(__name__)
 
-
-# A user asks a running job for another policy by a file in its directory, which the leading rank looks for.
 
 POLICIES = ("adapt", "observe", "off")
 _MOST_NBYTES = 64

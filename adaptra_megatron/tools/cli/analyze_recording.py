@@ -12,8 +12,14 @@ from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.event_log import EventLogError
 from adaptra_megatron.telemetry.events.event_wording import duration
 from adaptra_megatron.telemetry.tracing.trace import TraceError
-from adaptra_megatron.tools.analysis.analysis import Analysis, analyse, figures
-from adaptra_megatron.tools.analysis.analysis_wording import (
+from adaptra_megatron.tools.cli.planning.inputs import InputError
+from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress
+from adaptra_megatron.tools.recordings.reading import read_recording
+from adaptra_megatron.tools.recordings.recorded_places import Asked
+from adaptra_megatron.tools.recordings.recording import ALL_STEPS, RecordingError
+from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord
+from adaptra_megatron.tools.replay.analysis import Analysis, analyse, figures
+from adaptra_megatron.tools.replay.analysis_wording import (
     OPTYPE_NAMES,
     WORTH_A_ROW,
     WORTH_SAYING,
@@ -23,12 +29,6 @@ from adaptra_megatron.tools.analysis.analysis_wording import (
     share,
     times,
 )
-from adaptra_megatron.tools.cli.planning.inputs import InputError
-from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress
-from adaptra_megatron.tools.recordings.reading import read_recording
-from adaptra_megatron.tools.recordings.recorded_places import Asked
-from adaptra_megatron.tools.recordings.recording import ALL_STEPS, RecordingError
-from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.pipelines import KINDS
 from adaptra_megatron.tools.report.iteration_chart import IterationChart

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from adaptra_megatron.tools.cli.planning.inputs import InputError
 from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError
-from adaptra_megatron.tools.transport_bench.bench import (
+from adaptra_megatron.tools.local_ranks.transport_bench import (
     GIBIBYTE,
     KIBIBYTE,
     MEBIBYTE,
@@ -27,8 +27,6 @@ from adaptra_megatron.tools.transport_bench.bench import (
     run_on_this_host,
 )
 from adaptra_megatron.transport.host_settings import usable_cores
-
-# Directories that the user names to write into.
 
 
 def make_directory(directory: Path, option: str) -> None:
@@ -116,7 +114,7 @@ def _run_as_rank(request: BenchRequest, environment: Mapping[str, str]) -> Bench
         )
     if environment["WORLD_SIZE"] != str(RANKS):
         raise InputError(f"WORLD_SIZE is {environment['WORLD_SIZE']}: the benchmark is between {RANKS} ranks")
-    from adaptra_megatron.tools.transport_bench.rank import measure  # torch
+    from adaptra_megatron.tools.local_ranks.bench_rank import measure  # torch
 
     return measure(request)
 

@@ -19,20 +19,26 @@ from typing import Any
 from adaptra_megatron import __version__
 from adaptra_megatron.tools.host_checks.devices import check_gpus, check_rnics, find_interfaces
 from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, Roots
-from adaptra_megatron.tools.host_checks.limits import check_limits, limits_of_this_process
 from adaptra_megatron.tools.host_checks.software import (
     check_native_modules,
     check_patches,
     check_refusals,
     check_versions,
 )
-from adaptra_megatron.tools.host_checks.transport_checks import USABLE, check_shm, check_tcp, check_verbs
+from adaptra_megatron.tools.host_checks.transport_checks import (
+    USABLE,
+    check_limits,
+    check_shm,
+    check_tcp,
+    check_verbs,
+    limits_of_this_process,
+)
 from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, run_ranks
 from adaptra_megatron.transport.host_settings import HostSettings
 
 DEADLINE_S = 30.0
 """For all transports together, the start of the processes included."""
-_RANK_MODULE = "adaptra_megatron.tools.host_checks.self_test_rank"
+_RANK_MODULE = "adaptra_megatron.tools.local_ranks.self_test_rank"
 _LEAST_S = 2.0
 """Below that, beginning is pointless."""
 

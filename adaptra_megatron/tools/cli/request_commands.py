@@ -22,7 +22,7 @@ from adaptra_megatron.telemetry.tracing.trace_requests import (
 from adaptra_megatron.tools.cli.planning.inputs import InputError, seconds
 from adaptra_megatron.tools.recordings.run_files import renumbered
 from adaptra_megatron.tools.report.iteration_chart import worth_a_row
-from adaptra_megatron.tools.traces.perfetto import Instant, merge_traces
+from adaptra_megatron.tools.report.perfetto import Instant, merge_traces
 
 LOOK_AGAIN_S = 0.2
 

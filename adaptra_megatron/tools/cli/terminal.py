@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output on a terminal: tables on stdout, progress on stderr, by rich where it is installed."""
+"""Output of commands on a terminal: tables on stdout, progress on stderr, by rich where it is installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from adaptra_megatron.schedule.jobs.job_simulation import Progress
-
-# Work on large schedules without Python's search for cycles.
 
 
 @contextmanager

@@ -96,9 +96,6 @@ def _model(roots: Roots, bus_id: str) -> str:
     return found[1].strip() if found else ""
 
 
-# Network interfaces of this host: addresses, speed, state.
-
-
 @dataclass(frozen=True)
 class Interface:
     """One network interface."""

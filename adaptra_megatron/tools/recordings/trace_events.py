@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 import msgspec
 
-from adaptra_megatron.telemetry.regular_files import is_no_file
+from adaptra_megatron.telemetry.background_writer import is_no_file
 from adaptra_megatron.tools.recordings.recording import NoTraceError, RecordingError
 
 MOST_NBYTES = 16 << 30

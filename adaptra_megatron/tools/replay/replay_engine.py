@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays recorded steps, many at a time: steps of one graph, and several questions of what would be if.
+"""Replay recorded steps, many at a time: steps of one graph, and several what-if questions; and find how much slower
+each cell is than its peers, step by step.
 
 All times are numpy arrays of float64 seconds. Their last two axes are *questions* and *steps*; an axis of length 1
 stands for all. A step of 2,500 operations, 43 times and with 50 questions, takes about 0.1 s.
@@ -97,8 +98,6 @@ def _ends(batch: ReplayBatch, work_s: Work | None, launch_delays: bool) -> list[
         ends.append(come + (batch.work_s[index] if work_s is None else work_s(index, event)))
     return ends
 
-
-# How slow each cell is beside its peers, step by step, and since when.
 
 STEP_CHANGE = 0.08
 """Relative change between two parts of a recording below which they count as one: that of the report of runs."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from adaptra_megatron.telemetry.events.cables import cable_of
-from adaptra_megatron.telemetry.events.event_wording import duration, event_text
+from adaptra_megatron.telemetry.events.event_wording import cable_of, duration, event_text
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     Event,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what a report says of a run's parts: where time went, what links took, what a link's delay costs."""
+"""Find what a report says of a run's parts: where time went, what links took, what a link's delay costs; and which
+parts, and which changes between parts, are alike."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events.events import PlanSwitched
 from adaptra_megatron.tools.recordings.run_files import Progress
 from adaptra_megatron.tools.recordings.run_record import Part, RunIteration, RunRecord
-from adaptra_megatron.tools.traces.waiting import Cause, CauseKind, Flight, IterationAnalysis, WaitingPhase
+from adaptra_megatron.tools.report.waiting import Cause, CauseKind, Flight, IterationAnalysis, WaitingPhase
 
 Link = tuple[int, int]
 
@@ -254,8 +255,6 @@ def _mean(seconds: Mapping[tuple[int, int, str], list[float]], stage: int, chunk
     """Mean seconds of the first of `kinds` that ran; 0 if none did."""
     return next((mean(seconds[stage, chunk, kind]) for kind in kinds if seconds.get((stage, chunk, kind))), 0.0)
 
-
-# What comes again and again in a long run, told once: parts that are alike, and changes that are.
 
 ALIKE = 0.05
 """Relative difference of iteration times, or of idle shares, up to which parts of a run are alike."""

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import pairwise
 from statistics import median
 
-from adaptra_megatron.telemetry.events.cables import listed
-from adaptra_megatron.telemetry.events.event_wording import duration
+from adaptra_megatron.telemetry.events.event_wording import duration, listed
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PlanSwitched,
@@ -19,7 +18,7 @@ from adaptra_megatron.telemetry.events.events import (
 )
 from adaptra_megatron.tools.recordings.run_record import Part, RunRecord
 from adaptra_megatron.tools.report.report_findings import Change, Link, PartFinding, Use, repetitions
-from adaptra_megatron.tools.traces.waiting import Cause, CauseKind
+from adaptra_megatron.tools.report.waiting import Cause, CauseKind
 
 WORTH_SAYING = 0.03
 """Share of an iteration's time below which a difference is no news."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of micro-batches between replicas, around slow and dead cells: who computes what for whom, and what an
-iteration took before and after."""
+"""Sections of the report about replicas: routes of micro-batches around slow and dead cells, with what an iteration
+took before and after; arrivals of replicas at gradient synchronisation, as heat maps of replicas and stages."""
 
 from __future__ import annotations
 
@@ -159,8 +159,6 @@ def _cell(name: str) -> _Cell:
     replica, stage = map(int, name.split("."))
     return replica, stage
 
-
-# How data-parallel replicas came to gradient synchronisation: who was late, and heat maps of replicas and stages.
 
 MOST_MAPS = 4
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, TypeVar
 
-from adaptra_megatron.telemetry.events.cables import (
+from adaptra_megatron.telemetry.events.event_wording import (
     MEASURABLE,
     RECENT,
     cable_of,
     cost_since,
+    duration,
     ends_of,
     links_in_words,
     listed,
     numbers_in_words,
     touched_in_words,
 )
-from adaptra_megatron.telemetry.events.event_wording import duration
 from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
@@ -44,8 +44,6 @@ from adaptra_megatron.telemetry.events.events import (
 from adaptra_megatron.tools.recordings.run_files import renumbered
 from adaptra_megatron.tools.recordings.run_record import began_at, replicas_of
 from adaptra_megatron.tools.report.report_wording import percent
-
-# What `adaptra status` has found: links, stages and replicas that are not as they should be, each once.
 
 
 @dataclass(frozen=True, kw_only=True)

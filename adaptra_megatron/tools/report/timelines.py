@@ -14,7 +14,7 @@ from adaptra_megatron.tools.recordings.run_record import RunIteration
 from adaptra_megatron.tools.report.iteration_chart import round_step
 from adaptra_megatron.tools.report.report_findings import Link, PartFinding, Use, use_of
 from adaptra_megatron.tools.report.report_wording import WORTH_SAYING, cause_name, percent, span
-from adaptra_megatron.tools.traces.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, WaitingPhase
+from adaptra_megatron.tools.report.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, WaitingPhase
 
 MOST_CAUSES = 12
 MOST_STAGES = 64

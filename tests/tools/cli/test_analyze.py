@@ -15,11 +15,11 @@ from support.made_up.runs import Iteration, write_run
 from support.processes import REPOSITORY
 
 from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.tools.analysis.analysis import Analysis, analyse, figures
-from adaptra_megatron.tools.analysis.analysis_wording import headline, sentences
 from adaptra_megatron.tools.cli.analyze_recording import analysis_page
 from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.recordings.recording import Recording
+from adaptra_megatron.tools.replay.analysis import Analysis, analyse, figures
+from adaptra_megatron.tools.replay.analysis_wording import headline, sentences
 from adaptra_megatron.tools.replay.operations import OpType
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"

@@ -13,7 +13,13 @@ import pytest
 
 from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
-from adaptra_megatron.tools.transport_bench.bench import BenchReport, BenchRequest, MeasuredTransport, draw, markdown
+from adaptra_megatron.tools.local_ranks.transport_bench import (
+    BenchReport,
+    BenchRequest,
+    MeasuredTransport,
+    draw,
+    markdown,
+)
 from adaptra_megatron.transport.wires.verbs.verbs_device import why_unavailable
 
 REPORT = BenchReport(

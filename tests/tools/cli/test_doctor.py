@@ -25,9 +25,14 @@ from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.host_checks import software
 from adaptra_megatron.tools.host_checks.devices import Interface, check_gpus, check_rnics, find_interfaces
 from adaptra_megatron.tools.host_checks.host_findings import HostFinding, HostLevel, spelled_nbytes
-from adaptra_megatron.tools.host_checks.limits import ProcessLimits, check_limits
 from adaptra_megatron.tools.host_checks.software import check_patches
-from adaptra_megatron.tools.host_checks.transport_checks import check_shm, check_tcp, check_verbs
+from adaptra_megatron.tools.host_checks.transport_checks import (
+    ProcessLimits,
+    check_limits,
+    check_shm,
+    check_tcp,
+    check_verbs,
+)
 from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
 from adaptra_megatron.transport.wires.verbs.verbs_device import load_verbs

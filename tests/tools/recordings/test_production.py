@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.tools.analysis.analysis import analyse
-from adaptra_megatron.tools.analysis.analysis_wording import headline
 from adaptra_megatron.tools.recordings.reading import read_recording
+from adaptra_megatron.tools.replay.analysis import analyse
+from adaptra_megatron.tools.replay.analysis_wording import headline
 
 TRACE = Path(__file__).parent / "production" / "trace-ST-3-steps.parquet"
 PUBLISHED_PROMPT_S = {34: 2.0583, 36: 2.0898, 259: 2.1687}

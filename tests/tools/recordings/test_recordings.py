@@ -16,16 +16,16 @@ from support.made_up.runs import Iteration, write_events, write_run
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.telemetry.events.events import LinkDetection
 from adaptra_megatron.telemetry.tracing.trace import trace_path
-from adaptra_megatron.tools.analysis.analysis import analyse
-from adaptra_megatron.tools.analysis.analysis_wording import headline
 from adaptra_megatron.tools.recordings.chrome import read_chrome
 from adaptra_megatron.tools.recordings.reading import read_recording
 from adaptra_megatron.tools.recordings.recorded_places import Asked
 from adaptra_megatron.tools.recordings.recording import Recording, RecordingError
 from adaptra_megatron.tools.recordings.run_record import read_run
+from adaptra_megatron.tools.replay.analysis import analyse
+from adaptra_megatron.tools.replay.analysis_wording import headline
 from adaptra_megatron.tools.replay.operations import OpType
 from adaptra_megatron.tools.replay.replay_engine import batches_of, replay
-from adaptra_megatron.tools.traces.perfetto import merge_traces
+from adaptra_megatron.tools.report.perfetto import merge_traces
 
 Event = dict[str, Any]
 

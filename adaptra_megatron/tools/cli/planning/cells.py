@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single cells in `adaptra plan` and `adaptra simulate`: options for slow ones and ones that take no work, and an
-iteration as text: one row per stage or cell, one column per moment, one letter per action."""
+"""Plan and simulate jobs in which single cells are slow or take no work: options, and output as tables, JSON and text.
+
+Text shows an iteration: one row per stage or cell, one column per moment, one letter per action."""
 
 from __future__ import annotations
 
@@ -88,8 +89,6 @@ def _letter(simulation: RoutedSimulation, number: int, moment_s: float, replica:
     letter = action.kind.value
     return letter if action.replica == replica else letter.lower()
 
-
-# What `adaptra plan` and `adaptra simulate` print for a job whose micro-batches run at other replicas' cells.
 
 _MOST_ROWS = 16
 """Most rows of the table of moves."""

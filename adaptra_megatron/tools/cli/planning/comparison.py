@@ -21,8 +21,7 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     job_bound,
     simulate_job,
 )
-from adaptra_megatron.tools.cli.planning.changed_costs import At, WhatIf
-from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput
+from adaptra_megatron.tools.cli.planning.cost_inputs import At, PlanInput, WhatIf
 from adaptra_megatron.tools.cli.planning.sweep import STOCK, stock_of
 from adaptra_megatron.tools.cli.terminal import print_table
 

@@ -27,9 +27,8 @@ from adaptra_megatron.schedule.more_memory import Bought, more_memory
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
-from adaptra_megatron.tools.cli.planning.changed_costs import Axis, WhatIf, what_if
 from adaptra_megatron.tools.cli.planning.comparison import Comparison, compare, healthy_form
-from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput, read_given
+from adaptra_megatron.tools.cli.planning.cost_inputs import Axis, PlanInput, WhatIf, read_given, what_if
 from adaptra_megatron.tools.cli.planning.inputs import (
     InputError,
     argument_type,

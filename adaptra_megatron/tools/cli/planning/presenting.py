@@ -20,13 +20,12 @@ from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, Slowdow
 from adaptra_megatron.schedule.simulator import Simulation, simulate
 from adaptra_megatron.telemetry.tracing.trace import TraceError
 from adaptra_megatron.tools.cli.planning.cells import add_cell_options, stage_picture
-from adaptra_megatron.tools.cli.planning.changed_costs import add_what_if_options
 from adaptra_megatron.tools.cli.planning.comparison import Comparison
-from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput
+from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput, add_what_if_options
 from adaptra_megatron.tools.cli.planning.inputs import InputError, count
 from adaptra_megatron.tools.cli.terminal import add_progress_option, print_table
+from adaptra_megatron.tools.report.perfetto import chrome_trace, write_trace
 from adaptra_megatron.tools.report.simulated import Drawn, simulated_traces
-from adaptra_megatron.tools.traces.perfetto import chrome_trace, write_trace
 
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
@@ -93,8 +92,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     except TraceError as error:
         raise InputError(str(error)) from error
 
-
-# What `adaptra plan` and `adaptra simulate` print: JSON for programs, a summary and a table per stage for people.
 
 _HEADINGS = ("stage", "in flight", "cap", "idle")
 

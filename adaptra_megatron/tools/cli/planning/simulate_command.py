@@ -27,9 +27,8 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
-from adaptra_megatron.tools.cli.planning.changed_costs import Axis, what_if
 from adaptra_megatron.tools.cli.planning.comparison import ComparisonRow, compare, timed_row
-from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
+from adaptra_megatron.tools.cli.planning.cost_inputs import Axis, read_given, what_if
 from adaptra_megatron.tools.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_text
 from adaptra_megatron.tools.cli.planning.presenting import (
     WHERE_COSTS_ARE,

@@ -23,7 +23,7 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     simulate_job_online,
 )
 from adaptra_megatron.schedule.simulator import check_fits
-from adaptra_megatron.tools.cli.planning.changed_costs import Axis, WhatIf
+from adaptra_megatron.tools.cli.planning.cost_inputs import Axis, WhatIf
 from adaptra_megatron.tools.cli.planning.inputs import fixed_schedule
 from adaptra_megatron.tools.cli.terminal import print_table
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.traces.test_perfetto import SCHEDULES, slices, traces_of
+from tools.report.test_perfetto import SCHEDULES, slices, traces_of
 
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
 from adaptra_megatron.telemetry.tracing.trace import TraceError
 from adaptra_megatron.tools.cli.main import main as adaptra
-from adaptra_megatron.tools.traces.perfetto import HAPPENED, Instant, chrome_trace, write_trace
+from adaptra_megatron.tools.report.perfetto import HAPPENED, Instant, chrome_trace, write_trace
 
 BASE_S = 1.7e9
 

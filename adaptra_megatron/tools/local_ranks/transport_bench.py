@@ -23,7 +23,7 @@ KIBIBYTE, MEBIBYTE, GIBIBYTE = 1 << 10, 1 << 20, 1 << 30
 TRANSPORTS = tuple(WIRES)
 MOST_NBYTES = GIBIBYTE
 RANKS = 2
-_RANK_MODULE = "adaptra_megatron.tools.transport_bench.rank"
+_RANK_MODULE = "adaptra_megatron.tools.local_ranks.bench_rank"
 
 
 @dataclass(frozen=True, kw_only=True)

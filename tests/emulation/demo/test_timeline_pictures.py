@@ -12,8 +12,8 @@ from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs_for
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.tools.traces import timeline
-from adaptra_megatron.tools.traces.timeline import TimelineRun, draw_timelines, picture_size
+from testing.demo import timeline_pictures
+from testing.demo.timeline_pictures import TimelineRun, draw_timelines, picture_size
 
 
 def run_of(schedule: Schedule, title: str, lower_bound_s: float | None = None) -> TimelineRun:
@@ -40,12 +40,12 @@ def test_two_runs_of_eight_stages(tmp_path: Path) -> None:
     path = draw_timelines(runs, tmp_path / "new" / "two.png", title="link 1-2 at 60 ms")
     picture = matplotlib.image.imread(path)
     assert picture.shape[1::-1] == picture_size([8, 8])
-    for look in timeline._LOOKS.values():
+    for look in timeline_pictures._LOOKS.values():
         assert pixels_of(picture, look.colour) > 10_000
-    assert pixels_of(picture, timeline._IDLE_COLOUR) > 50_000
-    assert pixels_of(picture, timeline._BOUND_COLOUR) > 500
+    assert pixels_of(picture, timeline_pictures._IDLE_COLOUR) > 50_000
+    assert pixels_of(picture, timeline_pictures._BOUND_COLOUR) > 500
     # Numbers stand in the bars: dark and light pixels amid the colours.
-    assert pixels_of(picture, timeline._TEXT_COLOUR) > 2_000
+    assert pixels_of(picture, timeline_pictures._TEXT_COLOUR) > 2_000
 
 
 def test_bars_cover_the_time_that_was_computed(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_bars_cover_the_time_that_was_computed(tmp_path: Path) -> None:
     picture = matplotlib.image.imread(
         draw_timelines([TimelineRun(title="halves", records=records)], tmp_path / "halves.png")
     )
-    blue = numpy.abs(picture[:, :, :3] - numpy.array(to_rgb(timeline._LOOKS["F"].colour))).max(axis=2) < 0.02
+    blue = numpy.abs(picture[:, :, :3] - numpy.array(to_rgb(timeline_pictures._LOOKS["F"].colour))).max(axis=2) < 0.02
     wide = blue.sum(axis=1) > 500  # pixel rows of bars, not of the legend
     (rows,) = numpy.nonzero(wide)
     middle = (rows[0] + rows[-1]) // 2
@@ -68,8 +68,8 @@ def test_chunks_have_shades_of_their_own(tmp_path: Path) -> None:
     picture = matplotlib.image.imread(
         draw_timelines([run_of(interleaved(4, 8, 2), "interleaved")], tmp_path / "chunks.png")
     )
-    colour = timeline._LOOKS["F"].colour
-    lighter = tuple(float(part) for part in timeline._shade(colour, 1, 2))
+    colour = timeline_pictures._LOOKS["F"].colour
+    lighter = tuple(float(part) for part in timeline_pictures._shade(colour, 1, 2))
     assert lighter != to_rgb(colour)
     assert pixels_of(picture, colour) > 10_000
     assert pixels_of(picture, matplotlib.colors.to_hex(lighter)) > 10_000
@@ -77,7 +77,7 @@ def test_chunks_have_shades_of_their_own(tmp_path: Path) -> None:
 
 def test_no_bound_no_dashed_line(tmp_path: Path) -> None:
     picture = matplotlib.image.imread(draw_timelines([run_of(one_f_one_b(4, 4), "stock")], tmp_path / "stock.png"))
-    assert pixels_of(picture, timeline._BOUND_COLOUR) == 0
+    assert pixels_of(picture, timeline_pictures._BOUND_COLOUR) == 0
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:

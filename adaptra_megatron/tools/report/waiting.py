@@ -246,14 +246,6 @@ class IterationAnalysis:
             index += 1
 
 
-def idle_seconds(periods: Iterable[IdlePeriod]) -> dict[tuple[WaitingPhase, Cause], float]:
-    """Seconds by phase and cause, the largest first."""
-    totals: dict[tuple[WaitingPhase, Cause], float] = defaultdict(float)
-    for period in periods:
-        totals[period.phase, period.cause] += period.seconds
-    return dict(sorted(totals.items(), key=lambda entry: -entry[1]))
-
-
 def _message_kind(kind: str) -> str:
     return "F" if kind == "F" else "B"
 

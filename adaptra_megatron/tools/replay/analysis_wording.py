@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Iterator
 
 from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.telemetry.events.cables import listed
-from adaptra_megatron.telemetry.events.event_wording import duration
-from adaptra_megatron.tools.analysis.analysis import Analysis
+from adaptra_megatron.telemetry.events.event_wording import duration, listed
+from adaptra_megatron.tools.replay.analysis import Analysis
 from adaptra_megatron.tools.replay.operations import OpType
 from adaptra_megatron.tools.replay.remedies import SLOW_CELL
 from adaptra_megatron.tools.replay.replayed_what_if import SLOWEST_WORKERS, ReplayedStragglers

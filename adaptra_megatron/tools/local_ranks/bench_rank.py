@@ -2,7 +2,7 @@
 """Measure the host path's transports in each of two ranks, of which rank 0 sends and rank 1 receives; and what limits
 them: bare copies through shared memory, and iperf3.
 
-python -m adaptra_megatron.tools.transport_bench.rank REQUEST.json REPORT.json
+python -m adaptra_megatron.tools.local_ranks.bench_rank REQUEST.json REPORT.json
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.common.job.identity import host_identity
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
-from adaptra_megatron.tools.transport_bench.bench import (
+from adaptra_megatron.tools.local_ranks.transport_bench import (
     MEBIBYTE,
     RANKS,
     BenchReport,

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +14,17 @@ from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.tools.traces.waiting import Cause, CauseKind, IterationAnalysis, WaitingPhase, idle_seconds
+from adaptra_megatron.tools.report.waiting import Cause, CauseKind, IdlePeriod, IterationAnalysis, WaitingPhase
 
 NO_WORK = Cause(CauseKind.NO_WORK)
+
+
+def idle_seconds(periods: Iterable[IdlePeriod]) -> dict[tuple[WaitingPhase, Cause], float]:
+    """Seconds by phase and cause, the largest first."""
+    totals: dict[tuple[WaitingPhase, Cause], float] = defaultdict(float)
+    for period in periods:
+        totals[period.phase, period.cause] += period.seconds
+    return dict(sorted(totals.items(), key=lambda entry: -entry[1]))
 
 
 def stage(number: int) -> Cause:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of the two processes of the self-test.
 
-python -m adaptra_megatron.tools.host_checks.self_test_rank RESULTS TRANSPORT...
+python -m adaptra_megatron.tools.local_ranks.self_test_rank RESULTS TRANSPORT...
 
 Rank 1 appends one JSON line per transport to the file RESULTS. Any error ends the process with its traceback.
 """
