@@ -27,26 +27,26 @@ from adaptra_megatron.schedule.native import problem_from_costs
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """No schedule within the caps, split or not, in whatever order, takes less than `seconds`."""
+    """Proven bound: no schedule within the caps, split or not, in any order, takes less than `seconds`."""
 
     seconds: float
     kind: str
-    """What binds: "stage" (its work, or the way to it and back), "link" (its occupancy) or "memory" (a cap)."""
+    """Binding resource: "stage" (its work, or the way to it and back), "link" (its occupancy) or "memory" (a cap)."""
     where: str
-    """The stage or the directed link that binds, such as "stage 3" or "link 3->4"."""
+    """Name of the binding stage or directed link, such as "stage 3" or "link 3->4"."""
 
     def gap_of(self, makespan_s: float) -> float:
-        """Return how much longer than the bound: 0.02 is 2%. Below 0 only if a cap is passed."""
+        """Return the relative gap of a makespan to the bound: 0.02 is 2%. Negative only if a cap is exceeded."""
         return makespan_s / self.seconds - 1.0 if self.seconds > 0.0 else 0.0
 
 
 def lower_bound(costs: Costs) -> LowerBound:
-    """The largest of the bounds that can be proven. Takes about 10 ms for 64 stages and 256 micro-batches."""
+    """Return the largest provable lower bound. Takes about 10 ms for 64 stages and 256 micro-batches."""
     return bound_from_native(_native.lower_bound(problem_from_costs(costs)), costs)
 
 
 def bound_from_native(found: tuple[float, str, int], costs: Costs) -> LowerBound:
-    """Names the place of a native bound."""
+    """Convert a native bound, with the name of its place."""
     seconds, kind, place = found
     if kind != "link":
         return LowerBound(seconds=seconds, kind=kind, where=f"stage {place}")

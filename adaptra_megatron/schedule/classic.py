@@ -25,17 +25,18 @@ from adaptra_megatron.schedule.ir import (
 
 
 def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
-    """The schedule with each B turned in I, and its W put `delay` backwards of the same stage later.
+    """Return the schedule with each B turned into I and its W put off by `delay` backwards of the same stage.
 
     `delay` 0 puts W right after its I; None puts all W at the end of the stage. W keep the order of their I, so each
-    chunk's weight gradients still accumulate in micro-batch order. Raises ScheduleError if `delay` is negative or the
-    schedule splits its backwards already.
+    chunk's weight gradients still accumulate in micro-batch order. Raises ScheduleError if `delay` is negative or
+    the schedule splits its backwards already.
     """
     return delay_weights(schedule, [delay] * schedule.stages)
 
 
 def split_every_other(schedule: Schedule) -> Schedule:
-    """The schedule with the B of micro-batches 0, 2, ... turned in I and W: to measure backwards split and whole."""
+    """Return the schedule with the B of micro-batches 0, 2, ... split into I and W, to measure split and whole
+    backwards."""
     kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     orders = tuple(
         tuple(
@@ -53,7 +54,7 @@ def split_every_other(schedule: Schedule) -> Schedule:
 
 
 def delay_weights(schedule: Schedule, delays: Sequence[int | None]) -> Schedule:
-    """`split_backward` with one delay per stage."""
+    """Return `split_backward` with one delay per stage."""
     if len(delays) != schedule.stages:
         raise ScheduleError(f"one weight delay per stage is needed: got {len(delays)} for {schedule.stages} stages")
     orders = []
@@ -88,7 +89,7 @@ def _split_order(stage: int, order: Order, delay: int | None) -> Order:
 
 
 def gpipe(stages: int, micro_batches: int, *, chunks: int = 1) -> Schedule:
-    """All forwards, chunk after chunk, then all backwards (GPipe, arXiv 1811.06965).
+    """GPipe (arXiv 1811.06965): all forwards, chunk after chunk, then all backwards.
 
     Backwards run in ascending micro-batch order, so gradients accumulate in the order of every other schedule here.
     """
@@ -194,7 +195,7 @@ def interleaved_split(stages: int, micro_batches: int, chunks: int, group_size: 
 
 
 def _one_forward_one_backward(stage: int, table: list[tuple[int, int]], chunks: int, warm_up: int) -> Order:
-    """Warm-up forwards, then forward and backward in turn, then the backwards left.
+    """Return warm-up forwards, then alternating forwards and backwards, then the remaining backwards.
 
     `table` holds `(micro-batch, chunk)` in forward order. Backwards follow the same table with the chunks mirrored
     (`get_model_chunk_id` in Megatron), because the last chunk's gradient comes first.
@@ -210,8 +211,11 @@ def _one_forward_one_backward(stage: int, table: list[tuple[int, int]], chunks: 
 
 
 def check_groups(stages: int, micro_batches: int, chunks: int, group_size: int | None) -> int:
-    """The size of a group of micro-batches. Raises ScheduleError by the rules that guard Megatron's use of it,
-    and MicroBatchCountError by the one for which Megatron raises a RuntimeError."""
+    """Return the size of a group of micro-batches, by Megatron's rules.
+
+    Raises ScheduleError for counts that Megatron refuses, and MicroBatchCountError where Megatron raises a
+    RuntimeError.
+    """
     require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
     if stages < 2 or chunks < 2:
         raise ScheduleError(
@@ -237,7 +241,7 @@ def check_groups(stages: int, micro_batches: int, chunks: int, group_size: int |
 
 
 def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size: int | None) -> list[tuple[int, int]]:
-    """`(micro-batch, chunk)` in forward order: Megatron's `get_schedule_table`."""
+    """Return `(micro-batch, chunk)` in forward order, as Megatron's `get_schedule_table`."""
     group = check_groups(stages, micro_batches, chunks, group_size)
     return [
         (micro_batch, chunk)

@@ -11,42 +11,42 @@ from typing import Any, NamedTuple
 from adaptra_megatron.schedule.ir import Placement, Schedule, ScheduleError, interleaved, v_shape
 
 LEAST_RELEASED = -16.0
-"""The least that an input gradient can be said to release, in activations. With sequence parallelism over t ranks, a
-Transformer Engine layer holds about 17 / t after its forward, in units of one full hidden state, and until its weight
-gradients the gathered inputs and output gradients of four linear layers, about 4: it adds 4 t / 17 of an activation,
-which is 15 at t = 64. What is below is a mistake."""
+"""Lower limit of the fraction that an input gradient releases, in activations.
+An input gradient may need memory: with sequence parallelism over t ranks, a Transformer Engine layer holds about 17
+/ t after its forward (unit: one full hidden state), and until its weight gradients the gathered inputs and output
+gradients of four linear layers, about 4. That adds 4 t / 17 of an activation, 15 at t = 64."""
 _ROUNDING = 1e-9
-"""Released fractions of an activation are not exact in binary."""
+"""Tolerance for sums of released fractions, which binary numbers do not represent exactly."""
 
 
 Released = float | Sequence[float]
-"""Share of an activation that input gradients give back: on all stages alike, or one per stage."""
+"""Fraction of an activation that an input gradient releases: one number for all stages, or one per stage."""
 
 
 class CostError(ValueError):
-    """Costs that cannot be: the message names the field, the stage or link, and the value."""
+    """Inconsistent costs: the message names field, stage or link, and value."""
 
 
 class LinkCost(NamedTuple):
-    """One directed link between two pipeline ranks."""
+    """Costs of one directed link between two pipeline ranks."""
 
     latency_s: float = 0.0
-    """From the moment the last byte has left until the receiver has the message."""
+    """Seconds from the departure of a message's last byte to its arrival."""
     occupancy_s: float = 0.0
     """Seconds one message keeps the link busy (message bytes / bandwidth); the next one waits."""
     rendezvous: bool = False
-    """Set if a message starts only once its receive has been posted, and keeps the link busy until it has arrived, as
-    one of NCCL that is larger than its buffers: then latencies do not overlap. See `simulator`."""
+    """True if a transfer starts only once its receive is posted, and occupies the link until it has arrived, as a
+    message of NCCL larger than its buffers does: then latencies do not overlap. See `simulator`."""
 
     @property
     def transfer_s(self) -> float:
-        """Return what one message takes that finds the link free."""
+        """Seconds of one message on an idle link."""
         return self.occupancy_s + self.latency_s
 
 
 PerChunk = tuple[tuple[float, ...], ...]
 PerMicroBatch = tuple[tuple[tuple[float, ...], ...], ...]
-"""By stage, chunk and micro-batch."""
+"""Factors [stage][chunk][micro_batch]; None where a chunk has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Costs:
     shared_queue: bool = False
     serial_queue: bool = False
     custom_placement: Placement | None = None
-    """Which stage runs each virtual stage; None: Megatron's, which is also what Megatron's own table becomes."""
+    """Stage of each virtual stage; None: Megatron's placement (Megatron's own table is turned into None)."""
     micro_batch_factors: Mapping[str, PerMicroBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -130,19 +130,19 @@ class Costs:
 
     @property
     def placement(self) -> Placement:
-        """Return which stage runs each virtual stage."""
+        """The placement of virtual stages."""
         return self.custom_placement or interleaved(self.stages, self.chunks)
 
     def placed(self, placement: Placement) -> Costs:
-        """The same seconds of each stage, chunk and link, with the parts of the model placed otherwise."""
+        """Return the same costs of each stage, chunk and link under another placement."""
         return self if placement == self.placement else replace(self, custom_placement=placement)
 
     def link(self, source: int, target: int) -> LinkCost:
-        """Cost of the directed link; free when not listed."""
+        """Return the cost of a directed link; an unlisted one is free."""
         return self.links.get((source, target), NO_COST)
 
     def stages_over_cap(self, peaks: Sequence[float]) -> list[int]:
-        """Stages that hold more activations than their cap. `peaks`: the most of each stage."""
+        """Return the stages that exceed their cap. `peaks`: most activations held by each stage."""
         return [
             stage
             for stage, (peak, cap) in enumerate(zip(peaks, self.max_in_flight, strict=True))
@@ -150,17 +150,17 @@ class Costs:
         ]
 
     def tables(self) -> dict[str, PerChunk]:
-        """All seconds per stage and chunk, by the name of their field; `backward_s` only where it is given."""
+        """Return all tables [stage][chunk] of seconds by field name; `backward_s` only if given."""
         names = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
         return {name: table for name in names if (table := getattr(self, name)) is not None}
 
     def factors_of(self, name: str, stage: int, chunk: int) -> tuple[float, ...]:
-        """Per micro-batch: the factor on `chunk`'s seconds in the table `name`."""
+        """Return the factor of each micro-batch on `chunk`'s seconds in the table `name`."""
         given = self.micro_batch_factors.get(name)
         return (1.0,) * self.micro_batches if given is None else given[stage][chunk]
 
     def micro_batch_s(self, name: str, stage: int, chunk: int) -> tuple[float, ...]:
-        """Per micro-batch: seconds that the table `name` and its factors come to; "backward_s": of whole backwards."""
+        """Return the seconds of each micro-batch, from table and factors; name "backward_s": of whole backwards."""
         if name == "backward_s" and self.backward_s is None:
             halves = (self.micro_batch_s(half, stage, chunk) for half in ("backward_input_s", "backward_weight_s"))
             return tuple(map(sum, zip(*halves, strict=True)))
@@ -168,7 +168,7 @@ class Costs:
         return tuple(seconds * factor for factor in self.factors_of(name, stage, chunk))
 
     def with_micro_batches(self, seconds: Mapping[str, PerMicroBatch]) -> Costs:
-        """The same costs with seconds [stage][chunk][micro_batch] by the name of their table, which gets the means."""
+        """Return these costs with seconds [stage][chunk][micro_batch] by table name; the tables get the means."""
         means = {
             name: tuple(tuple(math.fsum(each) / len(each) for each in row) for row in table)
             for name, table in seconds.items()
@@ -183,7 +183,7 @@ class Costs:
         return replace(self.with_tables(means), micro_batch_factors={**self.micro_batch_factors, **factors})
 
     def with_tables(self, tables: Mapping[str, PerChunk]) -> Costs:
-        """The same costs with other seconds per stage and chunk, by the name of their field."""
+        """Return these costs with other tables [stage][chunk] of seconds, by field name."""
         changes: dict[str, Any] = dict(tables)
         return replace(self, **changes)
 
@@ -194,7 +194,7 @@ class Costs:
 
     @property
     def whole_backward_s(self) -> PerChunk:
-        """Seconds of backwards that are not split."""
+        """Seconds [stage][chunk] of whole backwards."""
         if self.backward_s is not None:
             return self.backward_s
         return tuple(
@@ -220,7 +220,7 @@ def uniform_costs(
     backward_s: float | None = None,
     shared_queue: bool = False,
 ) -> Costs:
-    """Costs with the same seconds (per chunk) on every stage, one cap and one released fraction for all."""
+    """Make costs with the same seconds per chunk on all stages, one cap and one released fraction."""
 
     def table(seconds: float) -> PerChunk:
         return ((seconds,) * chunks,) * stages
@@ -248,7 +248,7 @@ def uniform_costs_for(
     backward_weight_s: float = 1.0,
     links: Mapping[tuple[int, int], LinkCost] | None = None,
 ) -> Costs:
-    """Uniform costs of the stages, chunks, micro-batches and placement of `schedule`, without caps."""
+    """Make uniform costs, without caps, for the shape and placement of `schedule`."""
     costs = uniform_costs(
         schedule.stages,
         schedule.micro_batches,
@@ -262,12 +262,12 @@ def uniform_costs_for(
 
 
 def released_per_stage(released: Released, stages: int) -> tuple[float, ...]:
-    """One for each of `stages`."""
+    """Return one released fraction per stage."""
     return tuple(released) if isinstance(released, Sequence) else (released,) * stages
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is a finite number; True and False are none."""
+    """Return whether `value` is a finite number; booleans are not."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -321,17 +321,17 @@ def _check_link(source: int, target: int, cost: LinkCost, placement: Placement) 
 
 _FIELDS = {field.name for field in fields(Costs)} - {"custom_placement", "micro_batch_factors"} | {"placement"}
 _MOST = 1 << 20
-"""Stages, chunks, both multiplied, and micro-batches: far above what pipelines have, far below what fills a memory."""
+"""Limit of stages, chunks, their product, and micro-batches in a document: far above real pipelines."""
 _TABLES = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
 
 
 def costs_from_json(document: Any) -> Costs:
-    """Costs from the parsed JSON document that `adaptra plan` and `adaptra simulate` read.
+    """Read costs from the parsed JSON document of `adaptra plan` and `adaptra simulate`.
 
-    Times may be one number (the same everywhere), one per stage, or one row per stage with one value per chunk, and in
-    place of a chunk's value a list with one per micro-batch; caps and released fractions one number or one per stage.
-    `placement` is "interleaved" (as in Megatron, the default), "v-shape", or a list with the stage of each virtual
-    stage.
+    Times: one number (for all), one per stage, or one row per stage with a value per chunk; in place of a chunk's
+    value, a list with one per micro-batch. Caps and released fractions: one number or one per stage. `placement`:
+    "interleaved" (Megatron's, the default), "v-shape", or a list with the stage of each virtual stage.
+
     Raises CostError for a missing or unknown field or a wrong value.
     """
     if not isinstance(document, dict):
@@ -378,7 +378,7 @@ def costs_from_json(document: Any) -> Costs:
 
 
 def costs_to_json(costs: Costs) -> dict[str, Any]:
-    """The document that `costs_from_json` reads back as equal costs."""
+    """Return the document from which `costs_from_json` reads equal costs."""
     custom = costs.custom_placement
     return {
         "stages": costs.stages,
@@ -398,7 +398,7 @@ def costs_to_json(costs: Costs) -> dict[str, Any]:
 
 
 def table_from_json(name: str, value: Any, stages: int, chunks: int) -> PerChunk:
-    """Seconds per stage and chunk from one number, one per stage, or one row per stage; raises CostError."""
+    """Read seconds [stage][chunk] from one number, one per stage, or one row per stage. Raises CostError."""
     if is_number(value):
         return ((float(value),) * chunks,) * stages
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -415,13 +415,13 @@ def table_from_json(name: str, value: Any, stages: int, chunks: int) -> PerChunk
 
 
 def is_per_micro_batch(value: Any) -> bool:
-    """Return whether some chunk's value is a list."""
+    """Return whether any chunk's value is a list."""
     rows = [row for row in value if isinstance(row, list)] if isinstance(value, list) else []
     return any(isinstance(chunk, list) for row in rows for chunk in row)
 
 
 def micro_batches_from_json(name: str, value: Any, costs: Costs) -> PerMicroBatch:
-    """Seconds of each micro-batch, where a number stands for all of a chunk or of a stage; raises CostError."""
+    """Read seconds of each micro-batch; a number stands for all of a chunk or stage. Raises CostError."""
     count = costs.micro_batches
     rows = [row if isinstance(row, list) else [row] * costs.chunks for row in value]
     table = tuple(tuple(tuple(chunk) if isinstance(chunk, list) else (chunk,) * count for chunk in row) for row in rows)

@@ -25,7 +25,7 @@ _OVERLAPPED = re.compile(r"\((\w{3,24});(\w{3,24})\)OVERLAP_F_B", re.ASCII)
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """The schedule as CSV text that `PipelineScheduleMulti._load_csv` of torch 2.13 reads."""
+    """Return the schedule as CSV text that `PipelineScheduleMulti._load_csv` of torch 2.13 reads."""
     placement, chunks = schedule.placement, range(schedule.chunks)
     # A Kind is its letter: adding it is several times as fast as formatting it, and large plans are written per switch.
     rows = []
@@ -36,7 +36,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
 
 
 class _Cell(NamedTuple):
-    """One action as it stands in the text; rows and columns count from 0."""
+    """An action of the text; rows and columns count from 0."""
 
     row: int
     column: int
@@ -45,7 +45,7 @@ class _Cell(NamedTuple):
     kind: Kind
     micro_batch: int
     whole: bool = False
-    """True if it is called BW: a backward that has no weight gradient of its own."""
+    """True for BW: a backward without a weight gradient of its own."""
 
     def error(self, what: str) -> ScheduleError:
         return ScheduleError(f"row {self.row + 1}, column {self.column + 1}: {self.text!r} {what}", stage=self.row)
@@ -94,12 +94,12 @@ def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
 
 
 def overlaps(text: str) -> bool:
-    """Return whether the schedule in CSV text has overlapped actions."""
+    """Return whether the CSV text has overlapped actions."""
     return _OVERLAPPED.search(text) is not None
 
 
 def _cells(row: int, column: int, text: str) -> list[_Cell]:
-    """The actions of a cell: two where they overlap, none where nothing is computed."""
+    """Return the actions of a cell: two if they overlap, none if it is empty."""
     overlapped = _OVERLAPPED.fullmatch(text)
     if overlapped is not None:
         return [_cell(row, column, part) for part in overlapped.groups()]
@@ -107,7 +107,7 @@ def _cells(row: int, column: int, text: str) -> list[_Cell]:
 
 
 def _halved(cells: list[_Cell]) -> list[_Cell]:
-    """With backwards that have a weight gradient of their own as input gradients; those of one rank."""
+    """Turn B with a W of its own into I; `cells`: of one rank."""
     apart = {(cell.virtual_stage, cell.micro_batch) for cell in cells if cell.kind is Kind.BACKWARD_WEIGHT}
     return [
         cell._replace(kind=Kind.BACKWARD_INPUT)
@@ -128,7 +128,7 @@ def _cell(row: int, column: int, text: str) -> _Cell:
 
 
 def _placement(actions: list[_Cell], stages: int, chunks: int | None, misplaced: _Cell) -> Placement:
-    """The placement that the rows say; raises ScheduleError at `misplaced`, which Megatron's has elsewhere."""
+    """Return the placement that the rows give. Raises ScheduleError at `misplaced` for one that cannot be."""
     virtual_stage = misplaced.virtual_stage
     rule = (
         f"stands in rank {misplaced.row}'s row, but with {stages} rows Megatron places virtual stage {virtual_stage} "

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks a rule: the message names the rule, the place, the numbers and the remedy.
+    """A schedule breaks a rule: the message names rule, place, numbers and remedy.
 
-    `stage` and `action` say where, for programs; both are None when the schedule as a whole is wrong.
+    `stage` and `action` locate it; both are None if the schedule as a whole is wrong.
     """
 
     def __init__(self, message: str, *, stage: int | None = None, action: Action | None = None) -> None:
@@ -33,11 +33,12 @@ class ScheduleError(ValueError):
 
 
 class MicroBatchCountError(ScheduleError, RuntimeError):
-    """A last group of micro-batches that is too small. Scripts may catch the RuntimeError that Megatron has for it."""
+    """The last group of micro-batches is too small. Also a RuntimeError, which Megatron raises for this and scripts
+    may catch."""
 
 
 def require_counts(**counts: int) -> None:
-    """Raise ScheduleError, naming the count, for one that is no whole number of at least 1."""
+    """Raise ScheduleError for a count that is not an integer of at least 1."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ScheduleError(f"{name} must be a whole number of at least 1, got {count!r}")
@@ -52,10 +53,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """The stage of each virtual stage; a stage's chunks are its virtual stages in the order of the model.
+    """Stage of each virtual stage; a stage's chunks are its virtual stages in model order.
 
-    So a list of stages says everything, and the CSV of a schedule says its placement. All stages hold equally many
-    chunks, and each at least one. Raises ScheduleError at construction for any other table.
+    All stages hold equally many chunks, at least one. Raises ScheduleError at construction for any other table.
     """
 
     stage_of: tuple[int, ...]
@@ -78,12 +78,12 @@ class Placement:
 
     @cached_property
     def chunks(self) -> int:
-        """Chunks of each stage."""
+        """Number of chunks per stage."""
         return len(self.stage_of) // self.stages if self.stage_of else 0
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """By virtual stage."""
+        """Stage and chunk of each virtual stage."""
         chunks: Counter[int] = Counter()
         found = []
         for stage in self.stage_of:
@@ -93,7 +93,7 @@ class Placement:
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """The directed links (source, target) that messages take, each once, by source."""
+        """Directed links (source, target) that messages use, sorted."""
         joined = {pair for ends in pairwise(self.stage_of) for pair in (ends, ends[::-1]) if ends[0] != ends[1]}
         return tuple(sorted(joined, key=lambda ends: (ends[0], (ends[1] - ends[0]) % self.stages)))
 
@@ -102,27 +102,28 @@ class Placement:
         return {place: virtual for virtual, place in enumerate(self.places)}
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Position in the model of `chunk` on `stage`. Raises KeyError where there is none."""
+        """Return the virtual stage of `chunk` on `stage`. Raises KeyError if there is none."""
         return self._virtual_stages[stage, chunk]
 
     def next_place(self, stage: int, chunk: int) -> Place | None:
-        """Return where activations of `chunk` on `stage` go; None from the last virtual stage."""
+        """Return the place that receives the activations of `chunk` on `stage`; None for the last virtual stage."""
         virtual = self._virtual_stages[stage, chunk] + 1
         return self.places[virtual] if virtual < len(self.places) else None
 
     def previous_place(self, stage: int, chunk: int) -> Place | None:
-        """Return where input gradients of `chunk` on `stage` go; None from the first virtual stage."""
+        """Return the place that receives the input gradients of `chunk` on `stage`; None for the first virtual
+        stage."""
         virtual = self._virtual_stages[stage, chunk] - 1
         return self.places[virtual] if virtual >= 0 else None
 
     @property
     def shares_links(self) -> bool:
-        """Return whether a directed link carries activations and gradients."""
+        """Return whether a directed link carries both activations and gradients."""
         activations = set(pairwise(self.stage_of))
         return any(source != target and (target, source) in activations for source, target in activations)
 
     def peers(self, stage: int) -> list[int]:
-        """The other stages that `stage` exchanges messages with."""
+        """Return the stages that `stage` exchanges messages with."""
         return [target for source, target in self.links if source == stage]
 
 
@@ -147,11 +148,11 @@ class Kind(str, enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Input and weight gradients in one go."""
+    """Whole backward: input and weight gradients together."""
     BACKWARD_INPUT = "I"
     """The input gradient alone; a BACKWARD_WEIGHT of the same micro-batch and chunk must follow."""
     BACKWARD_WEIGHT = "W"
-    """The weight gradient that a BACKWARD_INPUT left."""
+    """The weight gradient that a BACKWARD_INPUT left out."""
 
     def __str__(self) -> str:
         return self.value
@@ -179,14 +180,14 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule:
-    """One ordered tuple of actions per stage. Nothing is checked here: `checks.check_schedule` does that."""
+    """Order of actions per stage. Unchecked: see `schedule_checks.check_schedule`."""
 
     stages: int
     chunks: int
     micro_batches: int
     orders: tuple[Order, ...]
     custom_placement: Placement | None = None
-    """None: Megatron's, which is also what Megatron's own table becomes."""
+    """None: Megatron's placement (Megatron's own table is turned into None)."""
 
     def __post_init__(self) -> None:
         if self.custom_placement is not None and self.custom_placement == interleaved(self.stages, self.chunks):
@@ -197,7 +198,7 @@ class Schedule:
 
     @property
     def placement(self) -> Placement:
-        """Return which stage runs each virtual stage, and so where each message goes."""
+        """The placement of virtual stages, which determines the route of each message."""
         return self.custom_placement or interleaved(self.stages, self.chunks)
 
     @property
@@ -206,5 +207,5 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether any backward is split in input and weight gradient."""
+        """Return whether any backward is split into input and weight gradient."""
         return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from adaptra_megatron.schedule.costs import Costs
 
 WORTH_NAMING = 0.02
-"""A higher cap is listed if it shortens the iteration by this much more than the caps before it."""
+"""Least relative gain in iteration time for a higher cap to be listed."""
 _ENOUGH = 0.01
-"""The dearest plan is this close to what no cap at all would give."""
+"""Tolerance to the iteration time without a cap: caps are not raised further once within it."""
 
 
 class Bought(NamedTuple):
-    """One cap for all stages, and what the plan within it takes."""
+    """One cap for all stages and the time of the plan within it."""
 
     max_in_flight: int
     makespan_s: float
@@ -54,7 +54,7 @@ def more_memory(
 
 
 def capped(costs: Costs, max_in_flight: float) -> Costs:
-    """`costs` with one cap for all stages. Raises CostError for a cap below 1."""
+    """Return `costs` with one cap for all stages. Raises CostError for a cap below 1."""
     return replace(costs, max_in_flight=(max_in_flight,) * costs.stages)
 
 

@@ -16,7 +16,7 @@ _INDEX_OF_KIND = {kind: index for index, kind in enumerate(_KINDS)}
 
 
 def problem_from_costs(costs: Costs) -> _native.Problem:
-    """The native twin of `costs`."""
+    """Return the native form of `costs`."""
     return _native.Problem(
         stages=costs.stages,
         chunks=costs.chunks,
@@ -35,7 +35,7 @@ def problem_from_costs(costs: Costs) -> _native.Problem:
 
 
 def _seconds(name: str, costs: Costs) -> list[float]:
-    """One number per stage and chunk, or, where micro-batches differ, one for each of them."""
+    """Return seconds per stage and chunk or, if micro-batches differ, per micro-batch."""
     if not costs.micro_batch_factors:
         table: PerChunk = costs.whole_backward_s if name == "backward_s" else getattr(costs, name)
         return [seconds for row in table for seconds in row]
@@ -44,22 +44,22 @@ def _seconds(name: str, costs: Costs) -> list[float]:
 
 
 def encode_action(action: Action, chunks: int) -> int:
-    """The code of one action."""
+    """Return the integer code of an action."""
     return (action.micro_batch * chunks + action.chunk) * 4 + _INDEX_OF_KIND[action.kind]
 
 
 def encode_order(order: Order, chunks: int) -> list[int]:
-    """The codes of one stage's actions."""
+    """Return the integer codes of one stage's order."""
     return [(micro_batch * chunks + chunk) * 4 + _INDEX_OF_KIND[kind] for _, kind, chunk, micro_batch in order]
 
 
 def encode_schedule(schedule: Schedule) -> list[list[int]]:
-    """The codes of every stage's actions."""
+    """Return the integer codes of all stages' orders."""
     return [encode_order(order, schedule.chunks) for order in schedule.orders]
 
 
 def decode_orders(codes: Sequence[Sequence[int]], costs: Costs) -> Schedule:
-    """The schedule that per-stage codes stand for."""
+    """Return the schedule that the codes of all stages stand for."""
     problem = problem_from_costs(costs)
     return Schedule(
         stages=costs.stages,

@@ -19,14 +19,14 @@ class NamedSchedule:
     """One row: how the order is made, and for how many chunks per stage."""
 
     generator: Callable[..., Schedule]
-    """Takes stages, micro-batches and what `options` names; the first line of its docstring stands in the docs."""
+    """Takes stages, micro-batches and `options`. The docs quote the first line of its docstring."""
     chunks: range
     options: tuple[str, ...] = ()
     """"chunks", "group_size": further parameters of the generator."""
 
     @property
     def chunks_text(self) -> str:
-        """The numbers of chunks per stage, in words."""
+        """Describe the possible numbers of chunks per stage."""
         first, last = self.chunks[0], self.chunks[-1]
         few = "1 chunk" if first == 1 else f"{first} chunks"
         return few if first == last else f"{few} or more"
@@ -49,16 +49,16 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 
 
 def names_for(chunks: int) -> list[str]:
-    """Names of the orders that run `chunks` chunks per stage."""
+    """Return the names of the orders that run `chunks` chunks per stage."""
     return [name for name, named in SCHEDULES.items() if chunks in named.chunks]
 
 
 def make_schedule(
     name: str, stages: int, micro_batches: int, chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """The order `name` for one pipeline; `group_size` is Megatron's `microbatch_group_size_per_vp_stage`.
+    """Make the order `name` for one pipeline; `group_size`: Megatron's `microbatch_group_size_per_vp_stage`.
 
-    Raises ScheduleError for counts that it cannot run.
+    Raises ScheduleError for counts that the order cannot have.
     """
     named = SCHEDULES[name]
     if chunks not in named.chunks:

@@ -18,12 +18,14 @@ from adaptra_megatron.schedule.planner import Plan, plan
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate, simulate_online
 
 _SETTLED, _MEASURED = 4, 2
-"""Iterations before what is measured, and how many are."""
+"""Numbers of iterations simulated before the measured ones, and of measured ones."""
 
 
 def period_s(schedule: Schedule, costs: Costs) -> float:
-    """Seconds from one iteration of `schedule` to the next, where many follow each other without a barrier; optimizer
-    steps take no time. Raises SimulationError as `simulate`."""
+    """Return the seconds from one iteration of `schedule` to the next, without a barrier between iterations.
+
+    Optimizer steps take no time. Raises SimulationError as `simulate`.
+    """
     begun_s, ended_s = (
         simulate(repeated(schedule, times), dataclasses.replace(costs, micro_batches=times * costs.micro_batches))
         for times in (_SETTLED, _SETTLED + _MEASURED)
@@ -32,7 +34,7 @@ def period_s(schedule: Schedule, costs: Costs) -> float:
 
 
 def repeated(schedule: Schedule, times: int) -> Schedule:
-    """The schedule of `times` iterations in one: a stage runs its order again and again, for new micro-batches."""
+    """Return the schedule of `times` iterations as one: each stage repeats its order for new micro-batches."""
     return dataclasses.replace(
         schedule,
         orders=tuple(
@@ -50,10 +52,10 @@ def repeated(schedule: Schedule, times: int) -> Schedule:
 def plan_for_period(
     costs: Costs, *, deadline_s: float | None = None, patience_s: float | None = None, split: bool = True
 ) -> Plan:
-    """The schedule of the least period known: that of `plan`, what dispatching online leads to, or ZB-H2 where the caps
-    have room for it; among equals the one that holds the fewest activations.
+    """Return the schedule of least period: that of `plan`, of online dispatch, or ZB-H2 if the caps permit it.
 
-    Of the result `makespan_s` is the period, and the bound is of periods. Arguments and errors are those of `plan`.
+    Among equals, the one that holds the fewest activations. `makespan_s` of the result is the period, and the bound
+    is of periods. Arguments and errors are those of `plan`.
     """
     best = plan(costs, deadline_s=deadline_s, patience_s=patience_s, split=split)
     known = [best.schedule]
@@ -77,7 +79,7 @@ def plan_for_period(
 
 
 def period_bound(costs: Costs) -> LowerBound:
-    """Return what the stage computes in an iteration that has most to do: no schedule has a shorter period."""
+    """Return the computation of the busiest stage in an iteration: a lower bound of any period."""
     work_s = [
         costs.micro_batches
         * math.fsum(

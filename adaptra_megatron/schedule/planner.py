@@ -19,7 +19,7 @@ from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for
 from adaptra_megatron.schedule.v_shaped import v_orders
 
 ACTIONS_PER_SECOND = 50_000_000
-"""Simulated actions per second that a deadline is converted with: what one slow core does, so plans are repeatable."""
+"""Simulated actions per second of a deadline: what one slow core does. A constant, so that plans are repeatable."""
 
 # Simulations of the whole schedule that a first search may take, and what long pipelines get more, because with few
 # micro-batches most of their time is filling and draining. On one core: 5 ms for 8 stages and 32 micro-batches, 50 ms
@@ -29,16 +29,16 @@ _ACTIONS_PER_STAGE_SQUARED = 4_000
 
 _LATENCY_STRETCHES = (1.1, 1.2, 1.3, 1.0)
 _NOISE = 0.06
-"""Relative change of compute times once the stretches alone have been tried."""
+"""Relative random change of compute times after scaling them alone has been tried."""
 _NO_GAP = 1e-9
 ENOUGH = 0.01
-"""Gap to the bound up to which no time is spent beyond the deadline."""
+"""Gap to the bound below which no time is spent beyond the deadline."""
 PATIENCE_S = 0.5
-"""Default of `plan`, where no deadline is given: what a search may take in all while its gap is larger."""
+"""Default of `plan` without a deadline: longest search while the gap is larger than ENOUGH."""
 _MOST_PASSES = 30_000
-"""Simulations of the whole schedule beyond the deadline: small pipelines would have hundreds of thousands."""
+"""Most simulations of the whole schedule beyond the deadline, for small pipelines."""
 _NEARBY_SHARE, _MOST_NEARBY = 0.3, 48
-"""Share of the time and most searches for slightly different costs, whose schedules the last search starts from."""
+"""Share of the time, and most searches, for nearby costs, whose schedules the last search starts from."""
 _STARTS = 3
 
 
@@ -48,7 +48,7 @@ class PlanError(CostError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A schedule, what it takes, and how far it may be from the best one."""
+    """A schedule, its makespan, and the lower bound."""
 
     schedule: Schedule
     makespan_s: float
@@ -57,12 +57,12 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Return how much longer than the lower bound: 0.02 is 2%."""
+        """Return the relative gap to the lower bound: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.makespan_s)
 
 
 def default_deadline_s(costs: Costs, *, split: bool = True) -> float:
-    """Default of `plan`: one search, and 0.5 s for 64 stages and 256 micro-batches on one core."""
+    """Return the default deadline of `plan`: one search, 0.5 s for 64 stages and 256 micro-batches on one core."""
     return _one_search(costs, split) / ACTIONS_PER_SECOND
 
 
@@ -74,18 +74,19 @@ def plan(
     split: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
-    """The best schedule found for `costs`; among equally fast ones, the one that holds the fewest activations.
+    """Return the best schedule found for `costs`; among equally fast ones, the one that holds the fewest
+    activations.
 
-    Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
-    number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
-    goes to the schedules of slightly different costs and then to a longer search, which begins with the best of them;
-    `progress` gets how many of these searches are over. While the plan is more than `ENOUGH` above its bound,
-    `patience_s` are spent instead, where that is more (counted alike; None: `PATIENCE_S` where there is no deadline,
-    else nothing beyond that). Where
-    whole backwards take less than split ones, or hold less, stages are found that had better not split theirs. With
-    `split` False each backward is whole, for models whose backward cannot be split. In a shared queue a plan is never
-    slower than stock's order, where that fits the caps; with a V placement, never slower than an order of `v_shaped`
-    that does. Raises PlanError if no schedule fits the caps.
+    Deterministic: work is limited by a number of simulated actions, `deadline_s * ACTIONS_PER_SECOND`, never by a
+    clock; at least one schedule is made. After a first search, the rest goes to searches for nearby costs, and then
+    to a longer search that starts from the best of them. `progress` gets how many searches are over.
+
+    While the plan is more than `ENOUGH` above its bound, `patience_s` are spent instead, if more (None: `PATIENCE_S`
+    without a deadline, else nothing). Stages keep backwards whole where that is faster or holds less; with `split`
+    False all do, for models whose backward cannot be split. In a shared queue the plan is never slower than stock's
+    order if that fits the caps; with a V placement, never slower than an order of `v_shaped` that does.
+
+    Raises PlanError if no schedule fits the caps.
     """
     try:
         require_room_for_chunks(costs)
@@ -138,25 +139,25 @@ def plan(
 
 
 def _actions(name: str, seconds: float) -> int:
-    """Simulated actions that `seconds` are converted to."""
+    """Convert seconds to simulated actions."""
     if not 0.0 <= seconds < math.inf:
         raise CostError(f"{name} must be seconds >= 0, got {seconds!r}")
     return int(seconds * ACTIONS_PER_SECOND)
 
 
 def _actions_of(costs: Costs, split: bool) -> int:
-    """Simulated actions of a whole schedule."""
+    """Return the simulated actions of one whole schedule."""
     return costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
 
 
 def _one_search(costs: Costs, split: bool) -> int:
-    """Simulated actions of a first search: twice as many where stages may keep backwards whole."""
+    """Return the simulated actions of a first search: twice as many if stages may keep backwards whole."""
     searches = 2 if split and (costs.backward_s is not None or min(costs.released_at_backward_input) < 0.0) else 1
     return searches * max(_PASSES * _actions_of(costs, split), _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
 
 
 def _faster(best: Plan, schedule: Schedule, costs: Costs) -> Plan:
-    """`best`, or a plan of `schedule` if that takes less."""
+    """Return `best`, or a plan of `schedule` if that is faster."""
     makespan_s = simulate(schedule, costs).makespan_s
     if makespan_s < best.makespan_s * (1.0 - _NO_GAP):
         return dataclasses.replace(best, schedule=schedule, makespan_s=makespan_s)
@@ -164,10 +165,10 @@ def _faster(best: Plan, schedule: Schedule, costs: Costs) -> Plan:
 
 
 def nearby_costs(costs: Costs, number: int) -> Costs:
-    """The `number`-th neighbour of `costs`: the same every time, with the same caps.
+    """Return the `number`-th neighbour of `costs`: the same every time, with the same caps.
 
-    A plan for it, tried on the real costs, may be better than theirs: local search gets stuck elsewhere then (the
-    noising method). Latencies are rather taken too high than too low, which only holds more activations.
+    A plan for it, tried on the real costs, may be better than theirs, since local search then stops at another
+    optimum (noising method). Latencies are raised rather than lowered, which only holds more activations.
     """
     random = Random(number)
     stretch = _LATENCY_STRETCHES[number % len(_LATENCY_STRETCHES)]

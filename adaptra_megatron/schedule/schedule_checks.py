@@ -14,9 +14,9 @@ from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule, Schedule
 
 
 def check_progress(schedule: Schedule) -> None:
-    """Run the orders without a clock; raise ScheduleError naming the cycle of waits if they stop before the end.
+    """Raise ScheduleError, naming the cycle of waits, if the orders deadlock; without a clock.
 
-    The orders must be complete and per chunk ascending in micro-batches, as `checks.check_schedule` makes sure first.
+    The orders must be complete and per chunk ascending in micro-batches: `check_schedule` checks that first.
     """
     stages, placement, last = schedule.stages, schedule.placement, schedule.virtual_stages - 1
     chunks = range(schedule.chunks)
@@ -53,7 +53,8 @@ def check_progress(schedule: Schedule) -> None:
 
 
 def _fail(schedule: Schedule, blocked: dict[int, Action]) -> None:
-    """Every blocked stage waits for another blocked one, so following the waits from any of them ends in a cycle."""
+    """Raise ScheduleError for a cycle of waits: each blocked stage waits for another, so following them ends in a
+    cycle."""
     stage = next(iter(blocked))
     path: list[int] = []
     while stage not in path:
@@ -71,7 +72,8 @@ def _fail(schedule: Schedule, blocked: dict[int, Action]) -> None:
 
 
 def _needed(schedule: Schedule, action: Action) -> Action:
-    """The action of another virtual stage whose message `action` waits for; a backward may be whole or split there."""
+    """Return the action of another virtual stage that sends what `action` needs; that backward may be whole or
+    split."""
     placement, forward = schedule.placement, action.kind is Kind.FORWARD
     place = (placement.previous_place if forward else placement.next_place)(action.stage, action.chunk)
     assert place is not None, "what needs no message is never blocked"
@@ -89,7 +91,7 @@ __all__ = ["ScheduleError", "check_schedule"]
 
 _INPUT_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _ROUNDING = 1e-9
-"""Fractions of an activation add up with rounding errors; less than this over the cap is none."""
+"""Tolerance of caps: released fractions add up with rounding errors."""
 
 
 def check_schedule(
@@ -132,7 +134,7 @@ def check_schedule(
 
 
 class _StageCheck:
-    """Walks one stage's order. Per chunk only counts are kept, because each kind must come in ascending order."""
+    """Walks one stage's order. Keeps only counts per chunk, since each kind must come in ascending order."""
 
     def __init__(self, schedule: Schedule, stage: int) -> None:
         self.schedule = schedule
@@ -182,14 +184,14 @@ class _StageCheck:
                 self._fail_without_weight(Action(self.stage, Kind.BACKWARD_WEIGHT, chunk, self.weights_due[chunk][0]))
 
     def _fail_sequence(self, position: int, action: Action, expected: int) -> NoReturn:
-        """`action` is not the micro-batch due next in its chunk."""
+        """Raise ScheduleError: `action` is not its chunk's next micro-batch."""
         if action.micro_batch < expected:
             self._fail_doubled(position, action)
         kinds = (Kind.FORWARD,) if action.kind is Kind.FORWARD else _INPUT_GRADIENTS
         self._fail_ascending(position, action, kinds, expected)
 
     def _fail_weight(self, position: int, action: Action) -> NoReturn:
-        """`action` is not the weight gradient due next in its chunk."""
+        """Raise ScheduleError: `action` is not its chunk's next weight gradient."""
         before = self._first(self.order[:position], _INPUT_GRADIENTS, action)
         if before is None:
             self._fail_before(position, action, action._replace(kind=Kind.BACKWARD_INPUT))
@@ -205,7 +207,7 @@ class _StageCheck:
         self._fail_ascending(position, action, (Kind.BACKWARD_WEIGHT,), self.weights_due[action.chunk][0])
 
     def _fail_before(self, position: int, action: Action, needed: Action) -> NoReturn:
-        """`needed`, an action of this stage, has not run before `action`."""
+        """Raise ScheduleError: `needed`, an action of this stage, does not come before `action`."""
         kinds = (Kind.FORWARD,) if needed.kind is Kind.FORWARD else _INPUT_GRADIENTS
         later = self._first(self.order[position:], kinds, needed)
         if later is None:
@@ -213,7 +215,7 @@ class _StageCheck:
         self._fail(position, action, f"comes before {later}, which it needs: move it behind")
 
     def _fail_ascending(self, position: int, action: Action, kinds: tuple[Kind, ...], expected: int) -> NoReturn:
-        """Micro-batch `expected` was due, in one of `kinds`, where `action` stands."""
+        """Raise ScheduleError: one of `kinds` for micro-batch `expected` was due in the place of `action`."""
         due = action._replace(micro_batch=expected)
         later = self._first(self.order[position:], kinds, due)
         if later is None:
@@ -226,7 +228,7 @@ class _StageCheck:
         )
 
     def _fail_overtaking(self, position: int, action: Action, due: int) -> NoReturn:
-        """A whole backward would add its weight gradient before that of micro-batch `due`."""
+        """Raise ScheduleError: a whole backward would add its weight gradient before micro-batch `due`."""
         late = action._replace(kind=Kind.BACKWARD_WEIGHT, micro_batch=due)
         if self._first(self.order[position:], (Kind.BACKWARD_WEIGHT,), late) is None:
             self._fail_without_weight(late)
@@ -259,7 +261,7 @@ class _StageCheck:
 
     @staticmethod
     def _first(order: Order, kinds: tuple[Kind, ...], like: Action) -> Action | None:
-        """The first action of `order` of one of `kinds` on the chunk and micro-batch of `like`."""
+        """Return the first action of one of `kinds` with the chunk and micro-batch of `like`."""
         for action in order:
             if action.kind in kinds and action.chunk == like.chunk and action.micro_batch == like.micro_batch:
                 return action

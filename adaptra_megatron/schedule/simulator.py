@@ -31,7 +31,7 @@ Times = tuple[tuple[float, ...], ...]
 
 
 class SimulationError(ScheduleError):
-    """A schedule that cannot be simulated: it does not fit the costs, or its orders wait on each other for ever."""
+    """A schedule cannot be simulated: it does not fit the costs, or it deadlocks."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,7 +40,7 @@ class Simulation:
     `schedule.orders[stage][k]`."""
 
     schedule: Schedule
-    """The simulated schedule; for online dispatch, the orders that resulted."""
+    """The simulated schedule; for online dispatch, the resulting orders."""
     makespan_s: float
     start_s: Times
     end_s: Times
@@ -52,7 +52,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
-        """Share of the makespan that each stage idles."""
+        """Fraction of the makespan for which each stage idles."""
         return tuple(
             1.0 - math.fsum(end - start for start, end in zip(starts, ends, strict=True)) / self.makespan_s
             if self.makespan_s
@@ -97,19 +97,19 @@ def simulate_online(costs: Costs) -> Simulation:
 
 
 def peak_in_flight(schedule: Schedule, released_at_backward_input: Released) -> tuple[float, ...]:
-    """Most activations each stage holds at once: a static function of its order.
+    """Return the most activations that each stage holds at once, which its order determines.
 
-    F takes 1 at its start, I gives `released_at_backward_input` back at its end (below 0: takes more, at its start) and
-    W the rest, B gives all.
+    F takes 1 at its start, I releases `released_at_backward_input` at its end (below 0: takes more, at its start), W
+    the rest, B all.
     """
     released = released_per_stage(released_at_backward_input, schedule.stages)
     return tuple(_native.peak_in_flight(encode_schedule(schedule), released))
 
 
 def require_room_for_chunks(costs: Costs) -> None:
-    """Raise CostError unless each cap holds one activation per chunk: what micro-batch 0 alone needs.
+    """Raise CostError unless each cap holds one activation per chunk, which micro-batch 0 alone needs.
 
-    What its input gradients may add on top is needed only where they are split from weight gradients.
+    Memory that its input gradients add is required only where backwards are split.
     """
     for stage, cap in enumerate(costs.max_in_flight):
         if cap is not None and cap < costs.chunks:
@@ -137,7 +137,7 @@ def _simulation(
 
 
 def check_fits(schedule: Schedule, costs: Costs) -> None:
-    """Raise SimulationError unless `costs` are of a pipeline and iteration like those of `schedule`."""
+    """Raise SimulationError unless `costs` have the shape and placement of `schedule`."""
     for name in ("stages", "chunks", "micro_batches"):
         if getattr(schedule, name) != getattr(costs, name):
             raise SimulationError(
@@ -172,7 +172,7 @@ def _describe_deadlock(schedule: Schedule, position: Sequence[int]) -> str:
 
 
 def _needed_by(action: Action, schedule: Schedule) -> Action:
-    """The action whose result `action` waits for."""
+    """Return the action whose result `action` needs."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return action._replace(kind=Kind.BACKWARD_INPUT)
     placement, forward = schedule.placement, action.kind is Kind.FORWARD

@@ -14,7 +14,7 @@ from adaptra_megatron.schedule.ir import Action, Kind, Order, Placement, Schedul
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 _PERIOD = 6
-"""Unit times of a micro-batch on a stage: F, I and W of two chunks."""
+"""Length of the repeated block in unit times: F, I and W of two chunks."""
 
 
 def zb_v(stages: int, micro_batches: int) -> Schedule:
@@ -57,14 +57,14 @@ def v_min(stages: int, micro_batches: int) -> Schedule:
 
 
 def v_orders(micro_batches: int, placement: Placement) -> list[Schedule]:
-    """The schedules of this module for `placement`; none if that is no V."""
+    """Return the schedules of this module for `placement`; none if it is not V-shaped."""
     if placement.stages == 1 or placement != v_shape(placement.stages):
         return []
     return [make(placement.stages, micro_batches) for make in (zb_v, dualpipe_v, v_half, v_min)]
 
 
 class _Stage:
-    """The order of one stage, as it is written down: each kind of each chunk counts its own micro-batches."""
+    """Builder of one stage's order; each kind of each chunk counts its own micro-batches."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -73,7 +73,7 @@ class _Stage:
         self.weights: deque[Action] = deque()
 
     def run(self, kind: Kind, chunk: int) -> None:
-        """The next F, B or I of `chunk`."""
+        """Append the next F, B or I of `chunk`."""
         counts = self.forwards if kind is F else self.backwards
         action = Action(self.stage, kind, chunk, counts[chunk])
         counts[chunk] += 1
@@ -82,7 +82,7 @@ class _Stage:
             self.weights.append(action._replace(kind=W))
 
     def run_weight(self) -> None:
-        """The W that has waited longest, if any has."""
+        """Append the oldest W that is due, if any."""
         if self.weights:
             self.order.append(self.weights.popleft())
 
@@ -155,10 +155,11 @@ def _dualpipe_v_order(stage: int, stages: int, micro_batches: int) -> Order:
 
 
 def _repeated(stages: int, micro_batches: int, *, down: int, up: int) -> Schedule:
-    """One block of six unit times, F, I and W of either chunk, repeated for every micro-batch (section 3 of the paper).
+    """Repeat one block of six unit times, F, I and W of both chunks, for every micro-batch (arXiv 2405.15362,
+    section 3).
 
-    What runs down the stages moves on by `down` units from stage to stage, what runs up by `up`. At the turns it waits
-    as little as it can so that on no stage two actions fall on one unit of the period.
+    Chunk 0 is shifted by `down` units from stage to stage, chunk 1 by `up`. At the turns it waits as little as
+    possible so that no stage has two actions at one unit of the period.
     """
     require_counts(stages=stages, micro_batches=micro_batches)
     # A wait between F and I of the last virtual stage holds up both chunks.
@@ -184,7 +185,7 @@ def _repeated(stages: int, micro_batches: int, *, down: int, up: int) -> Schedul
 
 
 def _block(stage: int, stages: int, down: int, up: int, waits: tuple[int, ...]) -> dict[tuple[Kind, int], int]:
-    """Return when F and I of micro-batch 0 start on `stage`."""
+    """Return the start of F and I of micro-batch 0 on `stage`."""
     deep, below = down * stage, up * (stages - 1 - stage)
     turn_down, turn_up = down * (stages - 1) + 1, up * (stages - 1) + 1
     forward_up = turn_down + waits[0]

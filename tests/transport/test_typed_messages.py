@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -148,12 +149,21 @@ def test_a_control_message_that_cannot_be_ends_the_channel() -> None:
     with ours, theirs:
         for packet in (b"junk", b"[]", b'{"is": "ping"}', b'{"is": "ping", "number": "1"}'):
             descriptor = os.memfd_create("handed over")
-            before = len(os.listdir("/proc/self/fd"))
             socket.send_fds(theirs, [packet], [descriptor])
             with pytest.raises(control.ControlEndedError, match="invalid message"):
                 control.receive(ours)
-            assert len(os.listdir("/proc/self/fd")) == before, "what came with it is still open"
+            assert descriptors_of(descriptor) == [descriptor], "what came with it is still open"
             os.close(descriptor)
+
+
+def descriptors_of(descriptor: int) -> list[int]:
+    """Descriptors of this process for the file behind `descriptor`; the garbage collector may close others meanwhile."""
+    file, found = os.fstat(descriptor), []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            if os.path.samestat(os.fstat(int(name)), file):
+                found.append(int(name))
+    return found
 
 
 class TestSecretFile:

@@ -31,7 +31,7 @@ MOST_REPLICAS = 1 << 20
 
 
 class LinkChange(NamedTuple):
-    """New costs of a directed link; None keeps what it had."""
+    """Changed costs of a directed link; None: unchanged."""
 
     latency_s: float | None = None
     occupancy_s: float | None = None
@@ -39,10 +39,10 @@ class LinkChange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Costs of some replicas that differ from the job's."""
+    """Changed costs of some replicas."""
 
     replicas: tuple[int, ...] | None = None
-    """None: all of them."""
+    """Numbers of the replicas; None: all."""
     links: Mapping[tuple[int, int], LinkChange] = field(default_factory=dict)
     tables: Mapping[str, PerChunk] = field(default_factory=dict)
     """New seconds per stage and chunk, by the names of `Costs.tables`."""
@@ -52,7 +52,7 @@ class Override:
     """Factor on all seconds of a stage, such as 1.3 for a GPU that takes 30% longer."""
 
     def applied_to(self, costs: Costs) -> Costs:
-        """`costs` with these changes. Raises CostError for a stage or link that is none of the pipeline's."""
+        """Return `costs` with these changes. Raises CostError for an unknown stage or link."""
         kept = {name: table for name, table in costs.micro_batch_factors.items() if name not in self.tables}
         costs = dataclasses.replace(costs.with_tables(self.tables), micro_batch_factors=kept)
         costs = costs.with_micro_batches(self.micro_batches)
@@ -86,19 +86,19 @@ class ReplicaGroup:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class JobCosts:
-    """Costs of one iteration of a job; make it with `job_costs` or `job_json.job_costs_from_json`."""
+    """Costs of one iteration of a job; made by `job_costs` or `job_costs_from_json`."""
 
     base: Costs
-    """Costs of a replica that nothing is overridden for."""
+    """Costs of a replica without overrides."""
     overrides: tuple[Override, ...]
     groups: tuple[ReplicaGroup, ...]
-    """Every replica is in one; ascending by first replica."""
+    """Groups of equal replicas, by first replica; every replica is in one."""
     ranks_per_stage: int
     """Ranks that share the work of one stage of one replica: tensor x context parallel size."""
     gradient_sync_s: tuple[float, ...]
     """Per stage: seconds of the collective over all replicas at the end of the iteration."""
     message_bytes: int | None
-    """Bytes of one activation or gradient on a link, where known: what turns a bandwidth into an occupancy."""
+    """Bytes of one activation or gradient on a link; None: unknown. Needed to turn a bandwidth into an occupancy."""
 
     def __repr__(self) -> str:
         base = self.base
@@ -117,15 +117,15 @@ class JobCosts:
 
     @property
     def is_one_pipeline(self) -> bool:
-        """Return whether there is nothing but the makespan of a single pipeline to know."""
+        """Return whether the job is a single pipeline without gradient synchronisation."""
         return self.replicas == 1 and not any(self.gradient_sync_s)
 
     def placed(self, placement: Placement) -> JobCosts:
-        """The same job with the parts of the model placed otherwise, in all replicas. Raises CostError as `Costs`."""
+        """Return the same job under another placement. Raises CostError as `Costs`."""
         return dataclasses.replace(self, base=self.base.placed(placement)).changed()
 
     def changed(self, *overrides: Override, replicas: int | None = None) -> JobCosts:
-        """The same job with more overrides, or another number of replicas. Raises CostError as `job_costs`."""
+        """Return the same job with more overrides, or another number of replicas. Raises CostError as `job_costs`."""
         return job_costs(
             self.base,
             replicas=self.replicas if replicas is None else replicas,
@@ -145,10 +145,10 @@ def job_costs(
     gradient_sync_s: Sequence[float] = (),
     message_bytes: int | None = None,
 ) -> JobCosts:
-    """The job of `replicas` pipelines that cost `base`, but for `overrides`, applied in their order.
+    """Make the costs of `replicas` pipelines: `base`, changed by `overrides` in their order.
 
-    Empty `gradient_sync_s`: 0 for every stage. Raises CostError for counts below 1 and for replicas, stages and links
-    that do not exist.
+    Empty `gradient_sync_s`: 0 for every stage. Raises CostError for counts below 1 and for unknown replicas, stages
+    and links.
     """
     for name, count in (("replicas", replicas), ("ranks_per_stage", ranks_per_stage), ("message_bytes", message_bytes)):
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
@@ -172,7 +172,8 @@ def job_costs(
 
 
 def worst_costs(groups: Sequence[ReplicaGroup]) -> Costs:
-    """The slowest of each stage and link over all `groups`: no replica's own costs, but no replica is slower."""
+    """Return the slowest costs of each stage and link over all `groups`: no replica is slower, and perhaps none as
+    slow."""
     all_costs = [group.costs for group in groups]
 
     def worst(name: str) -> PerChunk:
@@ -207,7 +208,7 @@ def _worst_micro_batches(name: str, all_costs: Sequence[Costs]) -> PerMicroBatch
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text: `0-2, 17`."""
+    """Return ascending numbers as text: `0-2, 17`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -312,7 +313,7 @@ def _override_from_json(entry: Any, base: Costs) -> Override:
 
 
 def replica_numbers(value: Any) -> tuple[int, ...]:
-    """Numbers from a list such as `[3, "8-15"]`. Raises CostError for what is no number and no range."""
+    """Parse replica numbers such as `[3, "8-15"]`. Raises CostError for anything else."""
     if not isinstance(value, (list, tuple)) or not value:
         raise CostError(f'replicas of an override must be a list such as [3, "8-15"], got {value!r}')
     numbers: list[int] = []

@@ -26,17 +26,17 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
 from adaptra_megatron.schedule.planner import ENOUGH, default_deadline_s, nearby_costs, plan
 
 _OTHERS = 8
-"""Plans after the one for all replicas."""
+"""Most plans after the one for all replicas."""
 _FEW = 4
-"""Replicas that a plan is made for, at most, when it is not made for all."""
+"""Most replicas of a plan that is not for all."""
 _LEAST_S = 0.1
-"""Deadline of the plan for all replicas, where none is given, and of those after it together; at least one search."""
+"""Default deadline of the plan for all replicas, and of the others together."""
 _NO_GAP = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """A schedule for all replicas, what an iteration takes, and how far that may be from the best."""
+    """One schedule for all replicas, its iteration time, and the lower bound."""
 
     schedule: Schedule
     simulation: JobSimulation
@@ -44,19 +44,19 @@ class JobPlan:
 
     @property
     def gap(self) -> float:
-        """Return how much longer than the lower bound: 0.02 is 2%."""
+        """Return the relative gap to the lower bound: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.simulation.makespan_s)
 
 
 def plan_job(
     job: JobCosts, *, deadline_s: float | None = None, split: bool = True, progress: Progress | None = None
 ) -> JobPlan:
-    """The best schedule found for all replicas of `job`.
+    """Return the best schedule found for all replicas of `job`.
 
-    Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
-    the others; simulating replicas comes on top. None: twice 0.1 s, or
-    two searches where these take longer (of equal replicas: as `plan`), until the plan is within `ENOUGH` of its bound.
-    Raises PlanError if no schedule fits the caps.
+    Deterministic as `plan`: half of `deadline_s` plans for all replicas at once, the rest for few at a time;
+    simulating replicas comes on top. `deadline_s` None: twice 0.1 s, or two searches if these take longer (of equal
+    replicas: as `plan`), until the plan is within `ENOUGH` of its bound. Raises PlanError if no schedule fits the
+    caps.
     """
     if len(job.groups) == 1:
         return _plan_for_equals(job, deadline_s, split, progress)
@@ -89,7 +89,8 @@ def plan_job(
 
 
 def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
-    """A replica with which `schedule` is no better than `best`; those that are slow there come first: found soon."""
+    """Return a replica with which `schedule` is no better than `best`, trying the slow ones first; None if there is
+    none."""
     job, slow_s = best.simulation.job, best.simulation.pipelines_s
     order = sorted(range(len(slow_s)), key=lambda index: -slow_s[index])
     limit_s = best.simulation.makespan_s * (1.0 - _NO_GAP)

@@ -21,16 +21,16 @@ from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for
 from adaptra_megatron.schedule.transfers.blocking import encoded_programs
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how many of its parts are, and how many there are; from the caller's thread."""
+"""Callback(activity, parts done, parts in all), from the caller's thread."""
 
 Finish = tuple[float, ...]
-"""Per stage: seconds at which its last action ends."""
+"""Per stage: end of its last action, in seconds."""
 
 _BOUNDED = 8
-"""Groups of replicas whose lower bounds are worked out: those with the largest simple ones."""
+"""Number of replica groups whose full bounds are computed: those with the largest simple bounds."""
 _ROUNDING = 1e-9
 _SUSPECTS = 8
-"""Links and stages of a slow replica that are tried as the cause: those with the most time to lose."""
+"""Number of links and stages of a slow replica that are tried as the cause: the costliest."""
 
 
 Result = TypeVar("Result")
@@ -42,34 +42,34 @@ class JobSimulation:
 
     job: JobCosts
     makespan_s: float
-    """Until the last gradient synchronisation has ended."""
+    """End of the last gradient synchronisation."""
     finish_s: tuple[Finish, ...]
     """Per group of `job.groups`."""
     peak_in_flight: tuple[float, ...]
     """Most activations each stage holds at once, in any replica."""
     slowest: int
-    """The group that the others wait for."""
+    """Index of the group that ends last."""
 
     @property
     def pipelines_s(self) -> tuple[float, ...]:
-        """Per group: makespan of its pipeline, without synchronisation."""
+        """Makespan of each group's pipeline, without gradient synchronisation."""
         return tuple(max(finish) for finish in self.finish_s)
 
 
 @dataclass(frozen=True)
 class SlowdownCause:
-    """Cause that slows a replica most: the link or stage without whose slowness it would gain the most."""
+    """Link or stage whose slowness costs a replica the most."""
 
     what: str
     """Such as "link 3-4" or "stage 7"."""
     gain_s: float
-    """By how much its pipeline would be faster if that cost what it costs other replicas."""
+    """Seconds by which its pipeline would be faster if that were as fast as elsewhere."""
 
 
 def simulate_job(
     schedule: Schedule, job: JobCosts, *, blocking: bool = False, progress: Progress | None = None
 ) -> JobSimulation:
-    """Every replica runs `schedule`; equal ones are simulated once, several at a time.
+    """Simulate `schedule` in every replica; equal replicas once, several in parallel.
 
     Raises SimulationError or ScheduleError as `simulate`.
     """
@@ -79,7 +79,7 @@ def simulate_job(
 
 
 def simulate_job_online(job: JobCosts, *, progress: Progress | None = None) -> JobSimulation:
-    """Every replica dispatches for itself. Raises CostError as `simulate_online`."""
+    """Simulate online dispatch in every replica. Raises CostError as `simulate_online`."""
     require_room_for_chunks(job.base)
     found = for_groups(
         lambda costs: _native.dispatch_finish(problem_from_costs(costs)), job.groups, "dispatching replicas", progress
@@ -89,9 +89,9 @@ def simulate_job_online(job: JobCosts, *, progress: Progress | None = None) -> J
 
 
 def fixed_order(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Callable[[Costs], Finish]:
-    """Return what replays `schedule` for costs of the pipeline of `costs`, for which it is checked.
+    """Return a function that replays `schedule` for given costs of the same pipeline as `costs`.
 
-    Raises SimulationError if it does not fit or deadlocks, which depends on no cost; ScheduleError as `simulate`.
+    Raises SimulationError if it does not fit or deadlocks (which no cost changes); ScheduleError as `simulate`.
     """
     simulate(schedule, costs)
     if blocking:
@@ -102,12 +102,12 @@ def fixed_order(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> 
 
 
 def online_order(costs: Costs) -> Finish:
-    """Return when the stages end under online dispatch."""
+    """Return a function that simulates online dispatch for given costs."""
     return tuple(_native.dispatch_finish(problem_from_costs(costs))[0])
 
 
 def iteration_s(finish_s: Iterable[Finish], gradient_sync_s: Sequence[float]) -> float:
-    """A stage's synchronisation starts when the last replica has finished there; the last one ends the iteration."""
+    """Return the iteration time. A stage's gradient synchronisation starts when the last replica has finished there."""
     last: Iterable[float] = map(max, zip(*finish_s, strict=True))
     return max(end + sync for end, sync in zip(last, gradient_sync_s, strict=True))
 
@@ -115,7 +115,7 @@ def iteration_s(finish_s: Iterable[Finish], gradient_sync_s: Sequence[float]) ->
 def for_groups(
     work: Callable[[Costs], Result], groups: Sequence[ReplicaGroup], doing: str = "", progress: Progress | None = None
 ) -> list[Result]:
-    """`work` for the costs of each group, on every core: native code releases the GIL."""
+    """Call `work` with the costs of each group, on all cores: native code releases the GIL."""
     results: list[Result] = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
         for result in threads.map(lambda group: work(group.costs), groups):
@@ -128,7 +128,7 @@ def for_groups(
 def first_behind(
     run: Callable[[Costs], Finish], job: JobCosts, groups: Sequence[ReplicaGroup], limit_s: float
 ) -> ReplicaGroup | None:
-    """The first of `groups` that ends its iteration after `limit_s`, None if none does. Simulates a few at a time."""
+    """Return the first of `groups` whose iteration ends after `limit_s`; None if none does. Stops early."""
     few = os.cpu_count() or 1
     for first in range(0, len(groups), few):
         some = groups[first : first + few]
@@ -139,11 +139,10 @@ def first_behind(
 
 
 def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> SlowdownCause | None:
-    """Return why the slowest replica is: `run` tells its stages' ends under other costs (`fixed_order`,
-    `online_order`).
+    """Return why the slowest replica is slow; None if no single link or stage makes a difference.
 
-    The links and stages that cost it more than a replica without overrides (if it is one: than free links and stages
-    like most others) are set back one by one. None if no single one makes a difference.
+    `run` simulates it under other costs (`fixed_order`, `online_order`). The links and stages that cost it more than
+    a replica without overrides (if it is one: than free links and typical stages) are reset one by one.
     """
     base, costs = simulation.job.base, simulation.job.groups[simulation.slowest].costs
     before_s = max(simulation.finish_s[simulation.slowest])
@@ -155,9 +154,9 @@ def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> Slo
 
 
 def job_bound(job: JobCosts, *, progress: Progress | None = None) -> LowerBound:
-    """No plan and no dispatch makes an iteration of the job shorter, whatever each replica runs.
+    """Return a lower bound for an iteration of the job, whatever each replica runs.
 
-    The largest bound of the replicas with most to do, plus the synchronisation that the last stage to end still needs.
+    It is the largest bound of the replicas with most to do, plus the synchronisation after the last stage's end.
     """
     sync_s = job.gradient_sync_s
     hardest = hardest_first(job)
@@ -172,12 +171,13 @@ def job_bound(job: JobCosts, *, progress: Progress | None = None) -> LowerBound:
 
 
 def hardest_first(job: JobCosts) -> list[ReplicaGroup]:
-    """The groups of `job` by descending `simple_bound_s`."""
+    """Return the groups of `job` by descending `simple_bound_s`."""
     return sorted(job.groups, key=lambda group: -simple_bound_s(group.costs, job.gradient_sync_s))
 
 
 def simple_bound_s(costs: Costs, gradient_sync_s: Sequence[float]) -> float:
-    """The way of the first micro-batch to a stage, all its work, and its synchronisation, at the worst stage."""
+    """Return the time of the first micro-batch's way to a stage, all its work and its synchronisation, at the worst
+    stage."""
     way_s = worst_s = 0.0
     places = costs.placement.places
     for place, following in zip(places, (*places[1:], None), strict=True):
@@ -206,7 +206,7 @@ def _job_simulation(job: JobCosts, finish_s: Sequence[Finish], peaks: tuple[floa
 
 
 def _suspects(costs: Costs, usual: Costs) -> Iterable[tuple[float, str, Costs]]:
-    """Each link (both ways) and stage that costs more than usual: seconds it may lose, its name, costs without that."""
+    """Return (seconds it may lose, name, costs without it) of each link and stage that costs more than usual."""
     for stage in range(costs.stages):
         pairs = {name: (table, usual.tables()[name][stage]) for name, table in costs.tables().items()}
         slow_s = sum(sum(table[stage]) - sum(row) for name, (table, row) in pairs.items() if name != "backward_s")
@@ -224,7 +224,7 @@ def _suspects(costs: Costs, usual: Costs) -> Iterable[tuple[float, str, Costs]]:
 
 
 def _even(costs: Costs) -> Costs:
-    """The same pipeline with free links, and with the median of its stages everywhere."""
+    """Return the same pipeline with free links and the median stage everywhere."""
 
     def median(table: PerChunk) -> PerChunk:
         return (tuple(map(statistics.median_low, zip(*table, strict=True))),) * costs.stages

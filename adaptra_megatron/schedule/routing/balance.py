@@ -12,12 +12,13 @@ from adaptra_megatron.schedule.costs import CostError
 def balanced_replicas(
     seconds: Sequence[Sequence[float]], slowness: Sequence[float] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """For each replica the micro-batches to run, by their number in the job (replica * count + number), ascending.
+    """Return the micro-batches that each replica runs, by ascending job number (replica * count + number).
 
-    `seconds[replica][number]` is what a micro-batch takes at a replica of slowness 1; `slowness` (default: 1 for all)
-    is the factor for a replica's own cells. Each replica keeps its count of micro-batches: the global batch stays. The
-    replica with most to do swaps one micro-batch for a shorter one of another replica, those with least to do first, as
-    long as the longer of the two gets shorter: micro-batches that need not move stay.
+    `seconds[replica][number]`: time of a micro-batch at a replica of slowness 1; `slowness`: factor of each replica
+    (default 1). Each replica keeps its count, so the global batch is unchanged. The busiest replica swaps a
+    micro-batch for a shorter one of another replica, the least busy first, while that shortens the longer of the
+    two.
+
     Raises CostError for replicas with different counts.
     """
     replicas, count = len(seconds), len(seconds[0]) if seconds else 0
@@ -48,7 +49,7 @@ def balanced_replicas(
 
 
 _LEAST_GAIN = 1e-6
-"""Share of the longer work that a swap must save: less is rounding, and would not end."""
+"""Least relative gain of a swap in the longer work; smaller gains are rounding, and swaps would not end."""
 
 
 def _best_swap(
@@ -59,7 +60,8 @@ def _best_swap(
     slow: float,
     other_slow: float,
 ) -> tuple[int, int] | None:
-    """Positions of the two micro-batches whose swap leaves the least to the longer of two replicas; None: none does."""
+    """Return the positions of the two micro-batches whose swap is best for the longer of two replicas; None: none
+    helps."""
     wanted_s = (full_s - other_s) / (slow + other_slow)
     best_s, best = full_s * (1.0 - _LEAST_GAIN), None
     for position, (given_s, _) in enumerate(full):

@@ -22,7 +22,8 @@ from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation,
 
 
 def routing_around(dead: Collection[Cell], replicas: int, stages: int, micro_batches: int) -> Routing:
-    """Every micro-batch at its own replica's cells, those of `dead` ones in turn at the live cells of their stage.
+    """Route every micro-batch to its own replica's cells, and those of `dead` cells in turn to live cells of their
+    stage.
 
     Raises RoutingError for a stage without a live cell.
     """
@@ -42,10 +43,9 @@ def routing_around(dead: Collection[Cell], replicas: int, stages: int, micro_bat
 
 
 def dispatch_interleaved(costs: Costs, routing: Routing) -> RoutedSimulation:
-    """The orders of all cells of a job whose pipelines cost `costs` each, with Megatron's placement of chunks.
+    """Make the orders of all cells of a job whose pipelines each cost `costs`, with Megatron's placement of chunks.
 
-    A message takes what its link takes for one alone: what waits for it waits as long as that. Raises RoutingError for
-    a cap that is below the chunks of one micro-batch.
+    A message is assumed to find its link idle. Raises RoutingError for a cap below the chunks of one micro-batch.
     """
     return _Dispatch(costs, routing).run()
 
@@ -65,18 +65,18 @@ class _Dispatch:
         self._start_s: list[list[float]] = [[] for _ in range(count)]
         self._end_s: list[list[float]] = [[] for _ in range(count)]
         self._waiting: list[list[tuple[tuple[bool, int, int, int], RoutedAction]]] = [[] for _ in range(count)]
-        """Actions that could begin, by cell, the next one first."""
+        """Heap of the actions that could begin, by cell."""
         self._free_s = [0.0] * count
         self._held = [0] * count
-        """Activations that there is room kept for, by cell."""
-        self._let_in_of = [0] * routing.replicas
-        """How many of each replica's micro-batches have been admitted: in the order of their numbers."""
+        """Reserved activations, by cell."""
+        self._admitted = [0] * routing.replicas
+        """Number of each replica's micro-batches that have been admitted, in ascending order."""
         self._events: dict[float, list[tuple[int, RoutedAction | None]]] = defaultdict(list)
-        """By moment: cells that are free from then on (None), or could begin an action."""
+        """Events by time: an action that becomes possible at a cell, or None: the cell becomes free."""
         self._moments: list[float] = []
 
     def run(self) -> RoutedSimulation:
-        self._let_in(0.0)
+        self._admit(0.0)
         while self._moments:
             now_s = heapq.heappop(self._moments)
             events = self._events.pop(now_s)
@@ -99,14 +99,14 @@ class _Dispatch:
             peak_in_flight=tuple(peak_of(order, 0.0) for order in schedule.orders),
         )
 
-    def _let_in(self, now_s: float) -> None:
-        """All that there is room for, of each replica one in turn."""
+    def _admit(self, now_s: float) -> None:
+        """Admit all micro-batches for which there is room, one of each replica in turn."""
         before = -1
-        while sum(self._let_in_of) > before:
-            before = sum(self._let_in_of)
-            for replica, number in enumerate(self._let_in_of):
+        while sum(self._admitted) > before:
+            before = sum(self._admitted)
+            for replica, number in enumerate(self._admitted):
                 if number < self._routing.micro_batches and self._keep_room(replica, number):
-                    self._let_in_of[replica] += 1
+                    self._admitted[replica] += 1
                     self._ready(0, RoutedAction(Kind.FORWARD, replica, number, 0), now_s)
 
     def _keep_room(self, replica: int, number: int) -> bool:
@@ -130,10 +130,10 @@ class _Dispatch:
         self._follow(stage, action, end_s)
         if not forward and action.chunk == 0:
             self._held[cell] -= self._chunks
-            self._let_in(now_s)  # what comes here now begins after this action
+            self._admit(now_s)  # what comes here now begins after this action
 
     def _follow(self, stage: int, action: RoutedAction, end_s: float) -> None:
-        """What `action` makes possible."""
+        """Add the actions that `action` makes possible."""
         forward, place = action.kind is Kind.FORWARD, action.chunk * self._stages + stage
         if forward and place == self._stages * self._chunks - 1:
             self._ready(stage, action._replace(kind=Kind.BACKWARD), end_s)

@@ -12,7 +12,7 @@ from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 
 
 class RoutingError(CostError):
-    """A job that cannot be routed: the message names the rule, the cell or the count, and the remedy."""
+    """A job cannot be routed: the message names the rule, the cell or count, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,14 @@ class RoutedCosts:
 
     replicas: tuple[Costs, ...]
     dead: frozenset[Cell] = frozenset()
-    """Cells that take no work."""
+    """Cells that run nothing."""
     links: Mapping[tuple[Cell, Cell], LinkCost] = field(default_factory=dict)
     sync_s: tuple[float, ...] = ()
     staggered: bool = False
-    """True: a stage starts its next iteration when it has synchronised itself, without waiting for the others
-    (ReCycle's staggered optimizer): then the period counts, the longest time that one stage is at work."""
+    """True: a stage starts its next iteration after its own synchronisation, without waiting for others (ReCycle's
+    staggered optimizer). Then the period counts: the longest busy time of a stage."""
     pinned: frozenset[int] = frozenset()
-    """Stages whose micro-batches stay at their own replicas."""
+    """Stages that run their own replicas' micro-batches."""
 
     def __post_init__(self) -> None:
         if not self.replicas:
@@ -94,17 +94,17 @@ class RoutedCosts:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one replica."""
+        """Number of micro-batches of one replica."""
         return self.replicas[0].micro_batches
 
     @property
     def job_micro_batches(self) -> int:
-        """Micro-batches of all replicas: number m of replica d is `d * micro_batches + m` in the job."""
+        """Number of micro-batches of all replicas: number m of replica d is `d * micro_batches + m`."""
         return len(self.replicas) * self.micro_batches
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """All cells, dead ones too, in the order in which plans list them: replica by replica."""
+        """All cells, dead ones included, in the order of plans: replica by replica."""
         return tuple(Cell(replica, stage) for replica in range(len(self.replicas)) for stage in range(self.stages))
 
 
@@ -115,7 +115,7 @@ def routed_costs(
     links: Mapping[tuple[Cell, Cell], LinkCost] | None = None,
     staggered: bool = False,
 ) -> RoutedCosts:
-    """The costs of `job`'s replicas, with cells that take no work. Raises RoutingError as `RoutedCosts`."""
+    """Return the costs of `job`'s replicas with dead cells. Raises RoutingError as `RoutedCosts`."""
     return RoutedCosts(
         replicas=replica_costs(job),
         dead=frozenset(dead),
@@ -126,12 +126,12 @@ def routed_costs(
 
 
 def replica_costs(job: JobCosts) -> tuple[Costs, ...]:
-    """The costs of each replica of `job`, by its number."""
+    """Return the costs of each replica of `job`."""
     found: dict[int, Costs] = {replica: group.costs for group in job.groups for replica in group.replicas}
     return tuple(found[replica] for replica in range(job.replicas))
 
 
 def seconds_of_cells(costs: Sequence[Costs], name: str) -> list[list[float]]:
-    """Seconds [replica][stage] of the table `name`, "backward_s" being what whole backwards take."""
+    """Return seconds [replica][stage] of the table `name`; "backward_s": of whole backwards."""
     tables = (each.whole_backward_s if name == "backward_s" else getattr(each, name) for each in costs)
     return [[row[0] for row in table] for table in tables]

@@ -30,24 +30,24 @@ from adaptra_megatron.schedule.routing.routed_simulator import (
 )
 
 LEAST_GAIN = 0.02
-"""Share of the present routing's time that another one has to save."""
+"""Least relative gain over the present routing for a change."""
 
 _PASSES = 4_000
-"""Dispatches of a whole job by default, unless that is more than the following."""
+"""Default number of dispatches of a whole job."""
 _MOST_ACTIONS = 4_000_000
-"""Simulated actions by default: about half a second on one core."""
+"""Least number of simulated actions by default: about 0.5 s on one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedPlan:
-    """A routing with its orders, what an iteration takes, and how far that may be from the best."""
+    """A routing with its orders, its iteration time, and the lower bound."""
 
     simulation: RoutedSimulation
     lower_bound: LowerBound
     present_s: float | None
-    """Period of the present routing, planned as the others at first; None where that has a dead cell."""
+    """Period of the present routing in the first pass of planning; None if that has a dead cell."""
     kept: bool
-    """Set if the routing is the present one, since no other saves enough."""
+    """True if the result is the present routing, since no other gains enough."""
 
     @property
     def schedule(self) -> RoutedSchedule:
@@ -59,7 +59,7 @@ class RoutedPlan:
 
     @property
     def gap(self) -> float:
-        """Return how much longer than the lower bound: 0.02 is 2%."""
+        """Return the relative gap to the lower bound: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.simulation.period_s)
 
 
@@ -71,12 +71,12 @@ def plan_routed(
     split: bool = True,
     deadline_s: float | None = None,
 ) -> RoutedPlan:
-    """The best routing found for `costs`, and its orders.
+    """Return the best routing found for `costs`, with its orders.
 
-    `present` (None: every micro-batch at its own replica) is kept, with new orders, unless it uses a dead cell or
-    another routing takes less by a share of more than `least_gain`. Deterministic: `deadline_s` stands for a number of
-    simulated actions, and one routing is always made. With `split` False each backward is whole. Raises ScheduleError
-    for a `present` of another job.
+    `present` (None: each micro-batch at its own replica) is kept, with new orders, unless it uses a dead cell or
+    another routing gains more than `least_gain`. Deterministic: `deadline_s` stands for a number of simulated
+    actions; at least one routing is made. `split` False: all backwards are whole. Raises ScheduleError for a
+    `present` of another job.
     """
     present = present or unrouted(len(costs.replicas), costs.stages, costs.micro_batches)
     shape = (len(costs.replicas), costs.micro_batches, costs.stages)
@@ -102,9 +102,10 @@ def plan_routed(
 
 
 def routed_bound(costs: RoutedCosts, *, split: bool = True) -> LowerBound:
-    """No routing and no order takes less: a stage's work over its live cells, with the way to it and back.
+    """Return a lower bound for all routings and orders: a stage's work over its live cells, with the way to it and
+    back.
 
-    With `split` False: no order of whole backwards does.
+    `split` False: for orders of whole backwards.
     """
     seconds, stage = _native.routed_bound(problem_from_routed(costs), split)
     return LowerBound(seconds=seconds, kind="stage", where=f"stage {stage}")

@@ -14,7 +14,7 @@ from adaptra_megatron.schedule.ir import Kind
 
 
 class RoutedAction(NamedTuple):
-    """One unit of work of one cell: `micro_batch` is the number within its own `replica`, wherever it runs."""
+    """An action of one cell. `micro_batch`: number within its own `replica`, wherever it runs."""
 
     kind: Kind
     replica: int
@@ -38,7 +38,7 @@ class RoutedMessage(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Micro-batches, by their numbers within their replica, that pass `stage` at cell `target` instead of `source`."""
+    """Micro-batches, numbered within their replica, that run at cell `target` instead of `source` at `stage`."""
 
     source: Cell
     target: Cell
@@ -54,11 +54,11 @@ class Routing:
     hosts: tuple[tuple[int, ...], ...]
 
     def cell(self, stage: int, replica: int, micro_batch: int) -> Cell:
-        """The cell that runs F, I and W (or F and B) of a micro-batch at `stage`."""
+        """Return the cell that runs a micro-batch at `stage`."""
         return Cell(self.hosts[stage][replica * self.micro_batches + micro_batch], stage)
 
     def moves(self) -> list[Move]:
-        """Return what does not run at its own replica's cell, by stage and the two cells."""
+        """Return the micro-batches that do not run at their own replica's cell, by stage and cells."""
         found: dict[tuple[int, int, int], list[int]] = {}
         for stage, row in enumerate(self.hosts):
             for job, host in enumerate(row):
@@ -71,19 +71,19 @@ class Routing:
         ]
 
     def counts(self) -> Counter[Cell]:
-        """Return how many micro-batches each cell runs."""
+        """Return the number of micro-batches of each cell."""
         return Counter(Cell(host, stage) for stage, row in enumerate(self.hosts) for host in row)
 
 
 def unrouted(replicas: int, stages: int, micro_batches: int) -> Routing:
-    """Every micro-batch at its own replica."""
+    """Return the routing with every micro-batch at its own replica."""
     row = tuple(replica for replica in range(replicas) for _ in range(micro_batches))
     return Routing(replicas, micro_batches, (row,) * stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedSchedule:
-    """One order per cell, `orders[replica * stages + stage]`. Nothing is checked here: `checks.check_routed` does."""
+    """One order per cell, `orders[replica * stages + stage]`. Unchecked: see `check_routed`."""
 
     routing: Routing
     orders: tuple[tuple[RoutedAction, ...], ...]
@@ -95,19 +95,19 @@ class RoutedSchedule:
         return len(self.routing.hosts)
 
     def order(self, cell: Cell) -> tuple[RoutedAction, ...]:
-        """Return what `cell` runs, in this order."""
+        """Return the order of `cell`."""
         return self.orders[cell.replica * self.stages + cell.stage]
 
     def needed(self, stage: int, action: RoutedAction) -> RoutedMessage | None:
-        """The message that must have arrived before `action` starts at `stage`; None where all it needs is at hand."""
+        """Return the message that must arrive before `action` starts at `stage`; None if it needs none."""
         return self._message(stage, action, sent=False)
 
     def produced(self, stage: int, action: RoutedAction) -> RoutedMessage | None:
-        """The message that leaves `stage` when `action` ends; None for weight gradients and at the model's ends."""
+        """Return the message that `action` makes at `stage`; None for weight gradients and at the model's ends."""
         return self._message(stage, action, sent=True)
 
     def messages(self) -> Iterator[RoutedMessage]:
-        """All messages, by the cell that sends them, in the order in which they leave it."""
+        """Return all messages by sending cell, in sending order."""
         for number, order in enumerate(self.orders):
             for action in order:
                 if (message := self.produced(number % self.stages, action)) is not None:
@@ -128,5 +128,5 @@ class RoutedSchedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Return whether any backward is split in input and weight gradient."""
+        """Return whether any backward is split into input and weight gradient."""
         return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)

@@ -27,11 +27,11 @@ from adaptra_megatron.schedule.simulator import SimulationError, Times
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _INDEX_OF_KIND = {kind: index for index, kind in enumerate(_KINDS)}
 _TABLES = ("forward_s", "backward_s", "backward_input_s", "backward_weight_s")
-"""In the order of the kinds."""
+"""Tables in the order of the kinds of actions."""
 
 
 def problem_from_routed(costs: RoutedCosts) -> _native.RoutedProblem:
-    """The native twin of `costs`."""
+    """Return the native form of `costs`."""
     replicas, cells = costs.replicas, costs.cells
     tables = [seconds_of_cells(replicas, name) for name in _TABLES]
     own = [
@@ -63,19 +63,19 @@ def problem_from_routed(costs: RoutedCosts) -> _native.RoutedProblem:
 
 
 def encode_hosts(routing: Routing) -> list[int]:
-    """The replica of each stage and micro-batch, stage by stage."""
+    """Return the replica of each stage and micro-batch, stage by stage."""
     return [host for row in routing.hosts for host in row]
 
 
 def decode_hosts(hosts: Sequence[int], costs: RoutedCosts) -> Routing:
-    """The routing that native hosts stand for."""
+    """Return the routing that native hosts stand for."""
     count = costs.job_micro_batches
     rows = (tuple(hosts[stage * count : (stage + 1) * count]) for stage in range(costs.stages))
     return Routing(len(costs.replicas), costs.micro_batches, tuple(rows))
 
 
 def encode_orders(schedule: RoutedSchedule) -> list[list[int]]:
-    """The codes of every cell's actions."""
+    """Return the integer codes of all cells' orders."""
     count = schedule.routing.micro_batches
     return [
         [(replica * count + micro_batch) * 4 + _INDEX_OF_KIND[kind] for kind, replica, micro_batch, _ in order]
@@ -84,7 +84,7 @@ def encode_orders(schedule: RoutedSchedule) -> list[list[int]]:
 
 
 def decode_orders(codes: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[RoutedAction, ...], ...]:
-    """The orders that per-cell codes stand for."""
+    """Return the orders that the cells' codes stand for."""
     made = RoutedAction._make
     return tuple(
         tuple(made((_KINDS[code & 3], *divmod(code >> 2, micro_batches), 0)) for code in order) for order in codes
@@ -92,12 +92,12 @@ def decode_orders(codes: Sequence[Sequence[int]], micro_batches: int) -> tuple[t
 
 
 def _alone(link: LinkCost) -> tuple[float, float]:
-    """Latency and occupancy: a rendezvous link carries one message at a time."""
+    """Return latency and occupancy; a rendezvous link is occupied for both."""
     return (0.0, link.transfer_s) if link.rendezvous else (link.latency_s, link.occupancy_s)
 
 
 def _factors(costs: RoutedCosts) -> list[float]:
-    """Factor of every kind, stage and micro-batch of the job; empty where no micro-batch differs from another."""
+    """Return the factor of each kind, stage and micro-batch of the job; empty if all micro-batches cost the same."""
     if not any(each.micro_batch_factors for each in costs.replicas):
         return []
     return [
@@ -111,13 +111,13 @@ def _factors(costs: RoutedCosts) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedSimulation:
-    """One iteration of a routed job: `start_s[cell][k]`, `end_s[cell][k]` are seconds of `schedule.orders[cell][k]`."""
+    """Times of one iteration of a routed job: `start_s[cell][k]`, `end_s[cell][k]` of `schedule.orders[cell][k]`."""
 
     schedule: RoutedSchedule
     makespan_s: float
-    """Until the last action has ended."""
+    """End of the last action."""
     period_s: float
-    """Until the last stage has synchronised; with staggered stages, the longest time that one stage is at work."""
+    """End of the last stage's synchronisation; with staggered stages, the longest busy time of a stage."""
     start_s: Times
     end_s: Times
     peak_in_flight: tuple[float, ...]
@@ -148,7 +148,7 @@ def simulate_routed(schedule: RoutedSchedule, costs: RoutedCosts) -> RoutedSimul
 
 
 def routed_simulation(schedule: RoutedSchedule, costs: RoutedCosts, found: _native.RoutedTimes) -> RoutedSimulation:
-    """Return what native times of `schedule` say."""
+    """Convert native times of `schedule`."""
     cells = zip(costs.cells, schedule.orders, strict=True)
     return RoutedSimulation(
         schedule=schedule,
@@ -163,7 +163,8 @@ def routed_simulation(schedule: RoutedSchedule, costs: RoutedCosts, found: _nati
 
 
 def peak_of(order: Sequence[RoutedAction], released: float) -> float:
-    """Most activations held at once: F takes 1, I gives `released` back (below 0: takes more), W the rest, B all."""
+    """Return the most activations held at once: F takes 1, I releases `released` (below 0: takes more), W the rest,
+    B all."""
     forwards = inputs = weights = 0
     peak = 0.0
     for action in order:

@@ -20,7 +20,7 @@ from adaptra_megatron.schedule.native import encode_action
 
 
 class BlockingCall(NamedTuple):
-    """One call of Megatron's P2PCommunicator: what it sends to and receives from the neighbours, all at once."""
+    """One call of Megatron's P2PCommunicator: its sends to and receives from the neighbours, at once."""
 
     send_next: bool = False
     send_previous: bool = False
@@ -32,9 +32,9 @@ Step = Action | BlockingCall
 
 
 def stock_programs(schedule: Schedule) -> list[list[Step]]:
-    """Return what each stage runs and calls when stock runs `schedule`.
+    """Return the actions and calls of each stage when stock Megatron runs `schedule`.
 
-    Raises ScheduleError if `schedule` is not one that stock runs: the calls of any other order are not defined.
+    Raises ScheduleError for orders that stock does not run.
     """
     if schedule.chunks == 1:
         _require_one_f_one_b(schedule)
@@ -44,7 +44,7 @@ def stock_programs(schedule: Schedule) -> list[list[Step]]:
 
 
 def encoded_programs(schedule: Schedule) -> _native.EncodedOrders:
-    """The programs of all stages for `_native.replay_blocking`. Raises ScheduleError as `stock_programs`."""
+    """Return the programs of all stages for `_native.replay_blocking`. Raises ScheduleError as `stock_programs`."""
     chunks = schedule.chunks
     return _native.EncodedOrders(
         [
@@ -55,7 +55,8 @@ def encoded_programs(schedule: Schedule) -> _native.EncodedOrders:
 
 
 def _call_code(call: BlockingCall) -> int:
-    """Calls differ from actions by their sign; bit n of the complement stands for the n-th of `Call`'s fields."""
+    """Return the code of a call: negative, unlike actions; bit n of its complement is the n-th field of
+    `BlockingCall`."""
     return ~sum(1 << bit for bit, wanted in enumerate(call) if wanted)
 
 

@@ -37,7 +37,7 @@ from adaptra_megatron.schedule.simulator import check_fits, simulate
 class OrderedMessage(NamedTuple):
     """An activation (`gradient` False) or a gradient for `chunk` of the receiving stage.
 
-    `source` and `target` are one stage where two virtual stages that follow each other are: nothing is sent then.
+    `source` equals `target` where one stage has two successive virtual stages: then nothing is sent.
     """
 
     source: int
@@ -48,7 +48,7 @@ class OrderedMessage(NamedTuple):
 
 
 def produced(action: Action, placement: Placement) -> OrderedMessage | None:
-    """The message that leaves when `action` ends; None for weight gradients and at the ends of the model."""
+    """Return the message that `action` makes; None for weight gradients and at the ends of the model."""
     stage, kind, chunk, micro_batch = action
     if kind is Kind.BACKWARD_WEIGHT:
         return None
@@ -58,7 +58,7 @@ def produced(action: Action, placement: Placement) -> OrderedMessage | None:
 
 
 def needed(action: Action, placement: Placement) -> OrderedMessage | None:
-    """The message that must have arrived before `action` starts; None where all it needs is at hand."""
+    """Return the message that must arrive before `action` starts; None if it needs none."""
     stage, kind, chunk, micro_batch = action
     if kind is Kind.BACKWARD_WEIGHT:
         return None
@@ -68,27 +68,27 @@ def needed(action: Action, placement: Placement) -> OrderedMessage | None:
 
 
 def sent_to(order: Order, target: int, placement: Placement) -> list[OrderedMessage]:
-    """The messages that a stage running `order` sends to stage `target`, in the order in which they leave."""
+    """Return the messages from a stage with `order` to stage `target`, in sending order."""
     messages = (produced(action, placement) for action in order)
     return [message for message in messages if message is not None and message.target == target]
 
 
 LaunchRanks = tuple[tuple[int, ...], ...]
-"""For each stage, the rank of each of its actions; ascending within a stage, different for all actions."""
+"""Rank of each action of each stage: ascending within a stage, unique over all."""
 
 _SHORTEST = 1e-6
-"""Shortest action, as a share of the longest: one without duration would start together with what it needs."""
+"""Shortest action as a fraction of the longest: none may start together with what it needs."""
 
 
 def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
-    """Ranks of all actions by the moment at which they are expected to end; at equal moments, the lower stage first.
+    """Return the ranks of all actions by expected end; at equal times, the lower stage comes first.
 
-    So every receive is posted by the time that its message is made. In a shared queue a receive would hold up what is
-    behind it until the link's previous message has arrived. Where that takes longer than posting the receive after the
-    action behind it delays the message, that action comes first. See csrc/schedule/launch.hpp.
+    So every receive is posted before its message is made. In a shared queue a receive holds up later work until the
+    link's previous message has arrived; an action goes before a receive where that costs less
+    (csrc/schedule/launch.hpp).
 
-    `costs`: what actions and links are expected to take; None: every F, I and W one unit, links nothing. Equal on every
-    rank that has the same arguments. Raises SimulationError where the orders wait on each other for ever.
+    `costs`: expected costs; None: one unit for every F, I and W, nothing for links. Equal on every rank with equal
+    arguments. Raises SimulationError for orders that deadlock.
     """
     costs = costs or uniform_costs_for(schedule)
     check_fits(schedule, costs)
@@ -101,10 +101,10 @@ def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
 
 
 def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[tuple[OrderedMessage, ...], ...]:
-    """For each action of `stage`, the messages whose receives are posted right before it, in that order.
+    """Return, for each action of `stage`, the messages whose receives are posted right before it, in order.
 
-    Each transfer comes right behind the action that makes its message. Every message that the stage needs of another
-    stage is among them once, no later than before the action that needs it.
+    Each transfer follows the action that makes its message. Each message from another stage is posted once, at the
+    latest before the action that needs it.
     """
     arriving = sorted((ranks[source][index], message) for source, index, message in _arriving(schedule, stage))
     batches = []
@@ -122,15 +122,14 @@ class Posting(NamedTuple):
 
     before: tuple[OrderedMessage, ...]
     before_send: tuple[OrderedMessage, ...]
-    """After the action has been launched, and before what it makes is sent."""
+    """Messages to post after the action is launched and before its own message is sent."""
 
 
 def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None) -> tuple[Posting, ...]:
-    """As `receives_before`, with each transfer where the action that makes its message is expected to end.
+    """Return the receives as `receives_before`, with each transfer at the expected end of the action that makes it.
 
-    For messages of unknown sizes: a host that has to wait for a size before it can post the receive waits for little,
-    for the message is there or about to come. Where sizes are known it is the slower of the two, because a receive may
-    be posted later than its message could leave.
+    For messages of unknown size: the host waits for the size before it posts the receive, hence only briefly, as the
+    message is then about to come. With known sizes this is slower, since receives are posted later.
     """
     simulation = simulate(schedule, _positive(costs if costs is not None else uniform_costs_for(schedule)))
     start_s, end_s = simulation.start_s, simulation.end_s
@@ -156,7 +155,7 @@ def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None)
 
 
 def _arriving(schedule: Schedule, stage: int) -> Iterator[tuple[int, int, OrderedMessage]]:
-    """Messages that other stages make for `stage`, with the stage and the place in its order of the action."""
+    """Return the messages for `stage`, each with the stage and position of the action that makes it."""
     placement = schedule.placement
     for source in placement.peers(stage):
         for index, action in enumerate(schedule.orders[source]):
@@ -166,7 +165,7 @@ def _arriving(schedule: Schedule, stage: int) -> Iterator[tuple[int, int, Ordere
 
 
 def _positive(costs: Costs) -> Costs:
-    """`costs` with no action that takes no time."""
+    """Return `costs` with no action of zero length."""
     shortest_s = _SHORTEST * max(max(map(max, table)) for table in costs.tables().values()) or 1.0
 
     def clamped(table: PerChunk) -> PerChunk:
