@@ -157,7 +157,7 @@ def test_a_control_message_that_cannot_be_ends_the_channel() -> None:
 
 
 def descriptors_of(descriptor: int) -> list[int]:
-    """Descriptors of this process for the file behind `descriptor`; the garbage collector may close others meanwhile."""
+    """Return this process's descriptors of the file behind `descriptor`, whatever else is closed meanwhile."""
     file, found = os.fstat(descriptor), []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
