@@ -50,7 +50,7 @@ help:
 	@echo 'make properties  property tests with random examples, until one fails (SEED=7 for others, ROUNDS=1 to end)'
 	@echo 'make test-native-sanitized  fuzzers on native code built with sanitizers (SECONDS=3600 SEED=1000000 for more)'
 	@echo 'make fuzz-recordings  spoilt recordings into adaptra analyze: no traceback (SECONDS=3600 SEED=1000000 for more)'
-	@echo 'make test-pages  pictures of reports in headless Chromium, and axe-core on them (needs node, npm and Chromium)'
+	@echo 'make test-pages  pictures of reports in headless Chromium, and axe-core on them; diagrams parse (needs node, npm and Chromium)'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
 	@echo 'make campaign-deaths  300 trainings in which ranks die at the worst moments, and much is late (DEATHS="--seed=7 --runs=50")'
@@ -181,7 +181,8 @@ dist:
 # Pictures to look at are left in build/pages.
 test-pages: $(INSTALLED)
 	mkdir -p build/pages
-	npm install --silent --no-audit --no-fund --prefix build/pages puppeteer-core axe-core
+	npm install --silent --no-audit --no-fund --prefix build/pages puppeteer-core axe-core mermaid@11 jsdom
+	node scripts/check_diagrams.mjs build/pages README.md docs/*.md
 	PYTHONPATH=tests $(BIN)/python scripts/write_example_pages.py build/pages
 	node scripts/look_at_pages.mjs build/pages build/pages/*.html
 

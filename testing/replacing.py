@@ -13,9 +13,9 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Replacement:
-    """`owner.name` becomes `value`; `reason` says why, for people and for tools that list what was replaced.
+    """Replacement of `owner.name` by `value`; `reason` says why, for people and for tools that list them.
 
-    A name that `owner` lacks is refused unless it `may_be_absent`: the one that was meant would stay as it is.
+    A name that `owner` lacks is refused, unless `may_be_absent`: the intended one would stay in place.
     """
 
     owner: Any

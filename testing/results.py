@@ -12,7 +12,7 @@ import torch
 
 
 class ResultsDifferError(AssertionError):
-    """Two results are not bitwise equal, or cannot be compared; the message names the first difference."""
+    """Two results differ bitwise or cannot be compared; the message names the first difference."""
 
 
 @dataclass
@@ -24,13 +24,13 @@ class TrainingResult:
     """
 
     micro_batch_losses: list[list[float]] = field(default_factory=list)
-    """Per iteration, per micro-batch of this data-parallel rank, in micro-batch order: mean loss of its tokens."""
+    """Per iteration and micro-batch of this data-parallel rank, in order: mean loss of its tokens."""
     losses: list[float] = field(default_factory=list)
     """Per iteration: mean loss over the global batch."""
     grad_norms: list[float] = field(default_factory=list)
     iteration_seconds: list[float] = field(default_factory=list)
     forward_backward_s: list[tuple[float, float]] = field(default_factory=list)
-    """Per iteration: when the forward_backward function was entered and left, of `time.monotonic()`."""
+    """Per iteration: time.monotonic() at entry and exit of forward_backward."""
     evaluation_losses: list[float] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Final parameters by `<chunk>.<name>`."""
@@ -39,28 +39,28 @@ class TrainingResult:
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that each emulated slow link delayed, by `<source stage>><target stage>`."""
     pauses: int = 0
-    """How often this rank stood still because its story said so."""
+    """Number of scripted pauses of this rank."""
     iterations_slowed: int = 0
-    """Iterations in which this rank's cell was emulated at another speed."""
+    """Number of iterations with an emulated slowdown of this rank's cell."""
     plans: list[tuple[int, str]] = field(default_factory=list)
     """Per iteration: the number of the plan, and a fingerprint of its schedule; empty without adaptra."""
     path_flaps: int = 0
-    """How often a link of this rank was set to prefer the other path."""
+    """Number of forced changes of preferred path of this rank's links."""
     compute: dict[str, float] = field(default_factory=dict)
     """`ComputeCounts` of the emulated compute; empty without it."""
     lateness_s: list[float] = field(default_factory=list)
-    """Per iteration: by how much the worst emulated operation ended after its time; empty without."""
+    """Per iteration: worst lateness of an emulated operation; empty without emulation."""
 
     adaptra: dict[str, Any] = field(default_factory=dict)
     """`AdaptraRuntime.summary()` of the run; empty without it."""
 
     def figures(self) -> dict[str, Any]:
-        """All but the tensors, as JSON can hold it."""
+        """Return everything but the tensors, for JSON."""
         tensors = ("parameters", "optimizer_state")
         return {name: value for name, value in vars(self).items() if name not in tensors}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that must be equal between two trainings with the same numbers. Times are not among them."""
+        """Return all tensors that must be equal between trainings with the same numbers."""
         micro_batches = [torch.tensor(losses, dtype=torch.float64) for losses in self.micro_batch_losses]
         return {
             **{f"micro-batch losses of iteration {number}": losses for number, losses in enumerate(micro_batches)},
@@ -73,10 +73,9 @@ class TrainingResult:
 
 
 def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> list[str]:
-    """What is not bitwise equal (NaN equals the same NaN, 0.0 differs from -0.0), one line each; empty when all is.
+    """Return one line per tensor that is not bitwise equal (equal NaNs are; 0.0 and -0.0 are not); empty if all are.
 
-    Raises:
-        ResultsDifferError: there is nothing to compare: an empty result proves nothing.
+    Raises ResultsDifferError if there is nothing to compare: an empty result proves nothing.
     """
     if not any(tensor.numel() for tensor in expected.values()):
         raise ResultsDifferError("the expected result is empty: there is nothing to compare with")
@@ -124,7 +123,7 @@ def relative_distances(expected: dict[str, torch.Tensor], actual: dict[str, torc
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """The same for the same names and bits."""
+    """Return a digest of names and bits."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode() + _bytes(tensor).numpy().tobytes())
@@ -132,13 +131,13 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[elements, bytes per element], uint8."""
+    """Return the bytes, uint8 [elements, bytes per element]."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
 
 
 def model_tensors(model: list[Any]) -> dict[str, torch.Tensor]:
-    """Copies of all parameters of model chunks wrapped by DistributedDataParallel."""
+    """Return copies of all parameters of model chunks wrapped by DistributedDataParallel."""
     return {
         f"{chunk_index}.{name}": parameter.detach().clone()
         for chunk_index, chunk in enumerate(model)
@@ -147,7 +146,7 @@ def model_tensors(model: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
-    """Copies of the main parameters and of all per-parameter state of a Megatron optimizer of any kind."""
+    """Return copies of the main parameters and the per-parameter state of any Megatron optimizer."""
     found: dict[str, torch.Tensor] = {}
     for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         for group_index, group in enumerate(part.optimizer.param_groups):

@@ -30,10 +30,10 @@ from testing.jobs.fork_server import ForkServer, ForkServerError
 from testing.jobs.variants import Variant, VariantReport, run_variants
 
 TIMEOUT_S = 330.0
-"""For both trainings together; they take about two minutes."""
+"""Longest time of both trainings together; they take about two minutes."""
 
 WORTH_A_WARNING = 0.03
-"""Fraction of actions longer than emulated from which times say more about this machine than about schedules."""
+"""Fraction of overlong actions from which the times say more about this machine than about schedules."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +133,8 @@ def train_twice(setup: DemoSetup, out: Path, server: ForkServer) -> DemoReport:
 
 
 def draw_slow_iterations(report: DemoReport, traces: dict[str, list[RankTrace]], path: Path) -> Path:
-    """The typical slow iteration of each run, stock above adaptra. Raises TraceError if its records are missing."""
+    """Draw the typical slow iteration of each run, stock above adaptra. Raises TraceError if its records are
+    missing."""
     setup = report.setup
     bound_s = setup.lower_bound_s(slow=True)
 

@@ -33,7 +33,7 @@ Show = Callable[[Step], None]
 
 @dataclass
 class ProgressReader:
-    """Turns lines of the last rank's log into steps. Runs follow each other: a smaller number is the next run's."""
+    """Parses the last rank's log into steps. An iteration number that decreases belongs to the next run."""
 
     setup: DemoSetup
     runs: Sequence[str]
@@ -42,7 +42,7 @@ class ProgressReader:
     _number: int = 0
 
     def __call__(self, line: str) -> None:
-        """Read one line; whatever is no iteration is passed over."""
+        """Read one line; ignore any that reports no iteration."""
         found = _ITERATION.search(line)
         if found is None:
             return
@@ -56,7 +56,7 @@ class ProgressReader:
 
 @contextlib.contextmanager
 def progress(setup: DemoSetup, runs: Sequence[str], output: TextIO) -> Iterator[ProgressReader]:
-    """Bars on a terminal if rich is installed, else a line per iteration."""
+    """Show progress bars on a terminal if rich is installed, else a line per iteration."""
     if output.isatty() and importlib.util.find_spec("rich") is not None:
         with _bars(setup, runs, output) as show:
             yield ProgressReader(setup, runs, show)

@@ -52,17 +52,17 @@ class DemoReport:
 
     @property
     def overruns(self) -> float:
-        """The larger fraction of actions of a run whose real work took longer than the emulated time."""
+        """Return the larger of both runs' fractions of actions whose real work exceeded the emulated time."""
         return max(self.stock.overruns, self.adaptra.overruns)
 
     def typical_slow_iteration(self, report: VariantReport) -> int:
-        """The iteration (from 0) whose time is the median of the slow half: the one to draw."""
+        """Return the iteration (from 0) whose time is the median of the slow half, for the picture."""
         slow = range(self.setup.slow_from, self.setup.iterations)
         ordered = sorted(slow, key=lambda iteration: report.iteration_seconds[iteration])
         return ordered[(len(ordered) - 1) // 2]
 
     def problems(self) -> list[str]:
-        """Why the demonstration proves nothing, or the opposite; empty if it holds."""
+        """Return why the demonstration fails or proves nothing; empty if it holds."""
         found = [] if self.losses_equal else ["the losses of the two runs are not equal"]
         found += [f"adaptra differs from stock: {difference}" for difference in self.adaptra.differences]
         if not self.adaptra.elements_compared:
@@ -73,7 +73,7 @@ class DemoReport:
         return found
 
     def summary(self, *, png: Path, trace: Path) -> dict[str, Any]:
-        """The content of summary.json; times are median seconds per iteration."""
+        """Return the content of summary.json; times are median seconds per iteration."""
         times = {"stock": self.stock_time, "adaptra": self.adaptra_time, "lower_bound": self.lower_bound}
         return {
             **{name: {"healthy_s": time.healthy_s, "slow_s": time.slow_s} for name, time in times.items()},
@@ -84,7 +84,7 @@ class DemoReport:
         }
 
     def iteration_table(self) -> str:
-        """Every iteration: state of the link, both times, both losses."""
+        """Return a table of all iterations: state of the link, both times, both losses."""
         lines = ["  iteration   link        stock ms   adaptra ms    stock loss   adaptra loss"]
         rows = zip(
             self.stock.iteration_seconds,
@@ -103,7 +103,7 @@ class DemoReport:
         return "\n".join(lines)
 
     def time_table(self) -> str:
-        """Median times before and after, against stock and against the bound."""
+        """Return median times before and after the slowdown, relative to stock and to the bound."""
         slow_title = f"+{1e3 * self.setup.latency_s:g} ms"
         stock, adaptra, bound = self.stock_time, self.adaptra_time, self.lower_bound
         return "\n".join(

@@ -28,7 +28,7 @@ class DemoSetup:
     backward_input_s: float = 0.030
     backward_weight_s: float = 0.030
     max_in_flight: int = 6
-    """1.5 activations per stage: what stock's first stage holds and half as much again."""
+    """1.5 times the activations of stock's first stage."""
 
     def __post_init__(self) -> None:
         if self.iterations < 2:
@@ -38,7 +38,7 @@ class DemoSetup:
 
     @property
     def slow_from(self) -> int:
-        """The first slow iteration: the middle of the run."""
+        """Return the first slow iteration: the middle of the run."""
         return self.iterations // 2
 
     @property
@@ -47,12 +47,12 @@ class DemoSetup:
 
     @property
     def compute_ms(self) -> str:
-        """F, B and W in the form of --emulate-compute-ms."""
+        """Return times of F, B and W in the form of --emulate-compute-ms."""
         times_s = (self.forward_s, self.backward_input_s, self.backward_weight_s)
         return ",".join(f"{1e3 * time_s:g}" for time_s in times_s)
 
     def lower_bound_s(self, *, slow: bool) -> float:
-        """No order of actions within the cap makes the pipeline of one iteration faster than this."""
+        """Return a lower bound in seconds for one iteration, over all orders within the cap."""
         first, second = self.slow_stages
         cost = LinkCost(latency_s=self.latency_s if slow else 0.0)
         costs = uniform_costs(
@@ -67,7 +67,8 @@ class DemoSetup:
         return lower_bound(costs).seconds
 
     def arguments(self, corpus: Path, trace_directory: Path) -> tuple[str, ...]:
-        """Arguments of scripts/train_gpt.py for stock Megatron; `adaptra_arguments` are those to add."""
+        """Return arguments of scripts/train_gpt.py for stock Megatron; `adaptra_arguments` are added for the other
+        run."""
         micro_batch_size = 2
         given = {
             "--pipeline-model-parallel-size": self.stages,

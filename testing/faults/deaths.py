@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 ARRIVES_S, _LOOKS_S = 60.0, 0.05
 POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
-"""Points of an admission: a process that was started again stands ready, receives the state of the job, joins what it
-has with the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
+"""Stages of a rejoin: the restarted process is ready, receives the job's state, joins its cell's groups, and meets
+the others, who admit it and one of whom sends the state."""
 FORM = (
     f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:ITERATION:reducing+MS|RANK:late+MS"
     f"|RANK:START:{{{','.join(POINTS)}}}+MS[:stop]"
@@ -35,23 +35,21 @@ FORM = (
 
 @dataclass(frozen=True)
 class Death:
-    """Death of `rank` in iteration `iteration` (from 0): as it begins its action number `action` (from 0: forwards,
-    backwards, weight gradients), or `after_s` seconds after the iteration has begun, wherever it is then, or after it
-    has launched the first reduction of its gradients."""
+    """Failure of `rank` in iteration `iteration` (from 0): at the beginning of action number `action` (from 0, of
+    all F, B and W), or `after_s` seconds into the iteration, or once it has launched its first gradient reduction."""
 
     rank: int
     iteration: int
     action: int | None = None
     after_s: float = 0.0
     stops: bool = False
-    """It is stopped, not killed."""
+    """True: the process is stopped, not killed."""
     reducing: bool = False
 
 
 @dataclass(frozen=True)
 class DeathOnceLate:
-    """Death of `rank`, `after_s` seconds after another has launched the operation that is late on purpose (see
-    `lateness.LateOperation`)."""
+    """Failure of `rank`, `after_s` seconds after another rank has launched the delayed operation (`LateOperation`)."""
 
     rank: int
     after_s: float
@@ -59,22 +57,22 @@ class DeathOnceLate:
 
 @dataclass(frozen=True)
 class DeathAtAdmission:
-    """Death of the process of `rank` that was started again `start` times, `after_s` seconds after it has first come to
-    `point` (of `POINTS`)."""
+    """Failure of the process of `rank` that was restarted `start` times, `after_s` seconds after it reaches `point`
+    (of `POINTS`)."""
 
     rank: int
     start: int
     point: str
     after_s: float
     stops: bool = False
-    """It is stopped, not killed: its launcher does that, once others find that it stands still."""
+    """True: the process is stopped; its launcher kills it once the others find that it does not run."""
 
 
 AnyDeath = Death | DeathOnceLate | DeathAtAdmission
 
 
 def parse_death(text: str) -> AnyDeath:
-    """The one that `--emulate-death` asks for. Raises EmulationError for anything else."""
+    """Parse --emulate-death. Raises EmulationError for anything else."""
     if (found := re.fullmatch(r"(\d+):late\+(\d+)", text)) is not None:
         return DeathOnceLate(int(found[1]), int(found[2]) / 1e3)
     if (found := re.fullmatch(r"(\d+):(\d+):reducing\+(\d+)", text)) is not None:
@@ -89,7 +87,7 @@ def parse_death(text: str) -> AnyDeath:
 
 
 class Deaths:
-    """Those of one rank. The training tells it each iteration and decorates its computation."""
+    """Failures of one rank. The training reports each iteration and decorates its computation."""
 
     def __init__(
         self,
@@ -98,8 +96,8 @@ class Deaths:
         settled: Collection[int] = (),
         late: LateRank | None = None,
     ) -> None:
-        """`settled`: iterations that begin once this rank has died of all that has been set off. `late`: what is late
-        in this rank. Raises EmulationError where there is none, for deaths that depend on it."""
+        """`settled`: iterations that begin once all failures of this rank have happened. `late`: the delayed
+        operation of this rank. Raises EmulationError if a failure depends on one and there is none."""
         ours = [death for death in deaths if death.rank == rank]
         self._ours = [death for death in ours if isinstance(death, Death)]
         start = int(os.environ.get(START_VARIABLE) or 0)
@@ -117,7 +115,7 @@ class Deaths:
             late.when_marked(functools.partial(self._set_off, death.after_s))
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` (from 0) is about to begin."""
+        """Begin `iteration` (from 0)."""
         if iteration in self._settled:
             for timer in self._timers:
                 timer.join()
@@ -127,7 +125,7 @@ class Deaths:
                 self._set_off(death.after_s, stops=death.stops)
 
     def action(self) -> None:
-        """An action begins: the last thing that a rank does whose time has come."""
+        """Fail now if an action is due; called as each action begins."""
         for death in self._ours:
             if (death.iteration, death.action) == (self._iteration, self._actions):
                 self._die(stops=death.stops)
@@ -139,7 +137,7 @@ class Deaths:
             self._set_off(death.after_s)
 
     def decorate(self, computation: StageComputation) -> StageComputation:
-        """`computation` during which this rank dies where it is to."""
+        """Return `computation`, during which this rank fails as asked for."""
         from adaptra_megatron.megatron.computation import SurroundedComputation
 
         def begins(*_action: object) -> AbstractContextManager[None]:
@@ -150,7 +148,7 @@ class Deaths:
 
     @contextmanager
     def at_admissions(self) -> Iterator[None]:
-        """Have this rank die at admissions, while the context lasts."""
+        """Fail at stages of a rejoin within the context."""
         undo: list[Callable[[], None]] = []
         for death in self._at_admission:
             owner, name = _functions()[death.point]
@@ -185,7 +183,7 @@ class Deaths:
 
 
 def _functions() -> dict[str, tuple[Any, str]]:
-    """What runs at each of `POINTS`: its owner, and its name there."""
+    """Return owner and name of the function that runs at each of `POINTS`."""
     from adaptra_megatron.elastic.job_joining import RejoiningRank
     from adaptra_megatron.elastic.survival import RecoveryManager
     from adaptra_megatron.engine import rejoining
@@ -201,18 +199,18 @@ def _functions() -> dict[str, tuple[Any, str]]:
 
 
 class Arrivals:
-    """Has iterations wait until all ranks that have died stand ready again, however long that takes on this machine."""
+    """Makes iterations wait until all failed ranks are ready again, however long that takes on this machine."""
 
     def __init__(self, iterations: Collection[int], board: OperationBoard | None = None) -> None:
-        """`board`: where this rank says that it waits."""
+        """`board`: on which this rank shows that it waits."""
         self._iterations, self._board = iterations, board
         self._joins = bool(os.environ.get(START_VARIABLE))
-        """True in a process that was started again, until its first iteration: in that, others wait for it."""
+        """True in a restarted process until its first iteration, for which the others wait."""
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` (from 0) is about to begin. Raises EmulationError where no rank dies within ARRIVES_S.
+        """Begin `iteration` (from 0). Raises EmulationError if no rank fails within ARRIVES_S.
 
-        Where ranks neither leave nor come back for so long, the job may have ended: the training goes on, and sees.
+        If ranks neither leave nor return for so long, the job may have ended: the training continues and sees that.
         """
         joins, self._joins = self._joins, False
         if joins or iteration not in self._iterations:

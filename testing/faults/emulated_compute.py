@@ -29,42 +29,43 @@ _CHUNK_ATTRIBUTE = "emulated_compute_chunk"
 
 
 class EmulationError(ValueError):
-    """Something to emulate is given wrongly; the message says what is accepted."""
+    """An emulation setting is invalid; the message says what is accepted."""
 
 
 @dataclass
 class ComputeCounts:
-    """What an `EmulatedCompute` has done: the proof that it was in force and that its times were kept."""
+    """Counters of an `EmulatedCompute`: proof that it was active and that its times held."""
 
     calls: int = 0
     overruns: int = 0
-    """Operations whose real work alone took longer than the time to emulate."""
+    """Number of operations whose real work took longer than the emulated time."""
     worst_overrun_s: float = 0.0
     real_s: float = 0.0
-    """Time of the real operations."""
+    """Seconds of real work."""
     emulated_s: float = 0.0
-    """Time that they were to last."""
+    """Emulated seconds."""
 
 
 class _Pace:
-    """Keeps the lateness of one wake-up from adding to the next operation: a sleep ends when the machine has a core to
-    spare, which no device to emulate waits for."""
+    """Keeps a late wake-up from delaying the next operation: an emulated device does not wait for a core of this
+    machine."""
 
     _AT_ONCE_S = 0.0005
-    """An operation that starts later than this after the last one has waited for something else meanwhile."""
+    """Pause after an operation from which the next one counts as having waited for something else."""
 
     def __init__(self) -> None:
         self._woke_s = float("-inf")
         self._late_s = 0.0
         self.worst_late_s = 0.0
-        """Longest delay of any operation so far beyond its time."""
+        """Longest delay of any operation beyond its time."""
 
     def start(self, now_s: float) -> float:
-        """When an operation that is entered now starts: earlier, by what the last sleep was late, if it follows it."""
+        """Return the start of an operation entered at `now_s`: earlier, by the last sleep's lateness, if it follows
+        at once."""
         return now_s - self._late_s if now_s - self._woke_s < self._AT_ONCE_S else now_s
 
     def end(self, due_s: float) -> None:
-        """An operation that was to end at `due_s` has ended."""
+        """Record the end of an operation that was due at `due_s`."""
         self._woke_s = time.monotonic()
         self.worst_late_s = max(self.worst_late_s, self._woke_s - due_s)
         self._late_s = max(0.0, min(self._woke_s - due_s, 2 * self._AT_ONCE_S))
@@ -82,9 +83,10 @@ class EmulatedCompute:
     backward_input_s: tuple[float, ...]
     backward_weight_s: tuple[float, ...]
     slow_down: Callable[[], float] = field(default=lambda: 1.0, compare=False, repr=False)
-    """By what all of these are to be multiplied now."""
+    """Returns the present factor on all times."""
     full_length: int | None = None
-    """Tokens of a sequence that lasts these times, where shorter ones last less under --adaptra; None: all do."""
+    """Tokens of a full sequence; shorter ones take proportionally less under --adaptra. None: all take the same
+    time."""
     counts: ComputeCounts = field(default_factory=ComputeCounts, compare=False)
     _pace: _Pace = field(default_factory=lambda: _Pace(), compare=False, repr=False)
     _nesting: list[None] = field(default_factory=list, compare=False, repr=False)
@@ -96,20 +98,20 @@ class EmulatedCompute:
                 raise EmulationError(f"{name} is {values}; it needs at least one time, none below 0")
 
     def forward_seconds(self, chunk: int = 0) -> float:
-        """How long the forward of `chunk` lasts."""
+        """Return the duration of a forward of `chunk`."""
         return self.forward_s[min(chunk, len(self.forward_s) - 1)]
 
     def backward_seconds(self, chunk: int = 0, *, split: bool = False) -> float:
-        """How long the backward of `chunk` lasts: input and weight gradient or, split, the input gradient alone."""
+        """Return the duration of a backward of `chunk`; `split`: of the input gradient alone."""
         last = len(self.backward_input_s) - 1
         return self.backward_input_s[min(chunk, last)] + (0.0 if split else self.weight_seconds(chunk))
 
     def weight_seconds(self, chunk: int = 0) -> float:
-        """How long the weight gradient of `chunk` lasts."""
+        """Return the duration of a weight gradient of `chunk`."""
         return self.backward_weight_s[min(chunk, len(self.backward_weight_s) - 1)]
 
     def action_seconds(self, kind: str, chunk: int) -> float:
-        """How long an action of `chunk` lasts now; `kind`: that of `schedule.actions.Kind`, by its letter."""
+        """Return the present duration of an action of `chunk`; `kind`: letter of `schedule.ir.Kind`."""
         backward_s = self.backward_seconds(chunk, split=kind == "I")
         return self.slow_down() * {"F": self.forward_seconds(chunk), "W": self.weight_seconds(chunk)}.get(
             kind, backward_s
@@ -148,7 +150,7 @@ class EmulatedCompute:
             counts.worst_overrun_s = max(counts.worst_overrun_s, real_s - emulated_s)
 
     def take_lateness_s(self) -> float:
-        """By how much the worst operation since the last call ended after its time: the machine was busy."""
+        """Return the worst lateness of an operation since the last call: the machine was busy."""
         worst_s, self._pace.worst_late_s = self._pace.worst_late_s, 0.0
         return worst_s
 
@@ -188,7 +190,7 @@ class EmulatedCompute:
         )
 
     def decorate(self, computation: StageComputation) -> StageComputation:
-        """`computation` with operations that last their times; a backward that is split, that of the input gradient."""
+        """Return `computation` with emulated durations; a split backward's is that of the input gradient."""
         return _EmulatedComputation(computation, self)
 
 
@@ -198,7 +200,7 @@ class _EmulatedComputation:
     def __init__(self, computation: StageComputation, compute: EmulatedCompute) -> None:
         self._forward, self._full_length = computation.forward, compute.full_length
         self._shares: dict[tuple[int, int], float] = {}
-        """By chunk and micro-batch: its length as a share of the full one, where times go by that."""
+        """Length of each (chunk, micro-batch) as a fraction of a full sequence, if durations depend on it."""
         self.forward = compute.lasting(
             self._measured, lambda chunk, number, *_: compute.forward_seconds(chunk) * self._share(chunk, number)
         )
@@ -227,7 +229,7 @@ def _as_list(outputs: Any) -> list[Any]:
 
 
 def _argument_getter(function: Callable[..., Any], name: str, default: Any) -> Callable[..., Any]:
-    """A function that finds the argument called `name` in a call of `function`; None counts as `default`."""
+    """Return a function that gets the argument `name` of a call of `function`; None counts as `default`."""
     signature = inspect.signature(function)
 
     def get(*args: Any, **keywords: Any) -> Any:

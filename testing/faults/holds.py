@@ -15,14 +15,14 @@ HELD_S, _LOOKS_S = 120.0, 0.02
 
 
 class Hold(NamedTuple):
-    """`iteration` (from 0) begins once `file` exists."""
+    """Condition for `iteration` (from 0) to begin: `file` exists."""
 
     iteration: int
     file: Path
 
 
 def parse_hold(text: str) -> Hold:
-    """What `--emulate-hold` names. Raises EmulationError for anything else."""
+    """Parse --emulate-hold. Raises EmulationError for anything else."""
     iteration, _, file = text.partition(":")
     if not iteration.isdecimal() or not file:
         raise EmulationError(f"--emulate-hold {text!r} is not {FORM}, as 34:/tmp/seen")
@@ -30,13 +30,13 @@ def parse_hold(text: str) -> Hold:
 
 
 class Holds:
-    """Those of one rank."""
+    """Holds of one rank."""
 
     def __init__(self, holds: Sequence[Hold]) -> None:
         self._holds = holds
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` (from 0) is about to begin. Raises EmulationError where a file is not made within HELD_S."""
+        """Begin `iteration` (from 0) once its files exist. Raises EmulationError after HELD_S."""
         until_s = time.monotonic() + HELD_S
         for hold in self._holds:
             while hold.iteration == iteration and not hold.file.exists():

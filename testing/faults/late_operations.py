@@ -41,19 +41,19 @@ FORM = (
     "|RANK:START:ready:SECONDS"
 )
 MARK = "late-operation"
-"""File in the run's directory that is there once the operation has been launched that is late on purpose."""
+"""File in the run's directory that is created when the delayed operation is launched."""
 SUCCESSOR, IDLE = "it begins as its successor is launched", "it begins as the rank is idle"
-"""What is written into that file then."""
+"""Contents of that file: what released the operation."""
 _OPERATIONS = ("allreduce", "allreduce_coalesced", "allgather", "broadcast", "alltoall_base", "reduce", "scatter")
 _ENDS_S, _LOOKS_S = 2.0, 0.001
-"""How long a successor waits for the end of what is written at the worst moment."""
+"""Longest wait of a successor for the end of the delayed operation, and poll interval."""
 _THREADS = "adaptra-"
-"""How names of the product's threads begin."""
+"""Prefix of the names of the product's threads."""
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """A share `probability` of what is of `kind` is late, each by a uniformly random time up to `longest_s`."""
+    """Random delay: a fraction `probability` of the operations of `kind`, each by a uniform time up to `longest_s`."""
 
     kind: str
     probability: float
@@ -63,22 +63,22 @@ class Lateness:
 
 @dataclass(frozen=True)
 class LateOperation:
-    """One reduction of `rank` in iteration `iteration` (from 0) is late: until its successor in another epoch, or until
-    the rank has gone on with nothing for `idle_s`, as where it waits for the end of this very operation."""
+    """Delay of one reduction of `rank` in iteration `iteration` (from 0): until its successor is launched in another
+    generation, or until the rank has been idle for `idle_s`, as when it waits for this very operation."""
 
     rank: int
     iteration: int
     inside: bool
-    """Whether it is one in a call of Megatron's schedules."""
+    """True: an operation within a call of Megatron's schedules."""
     which: int | str
-    """Its number there (from 0), or what the name of its group has in it: the first such."""
+    """Number of the operation there (from 0), or a part of its group's name: the first such."""
     idle_s: float
 
 
 @dataclass(frozen=True)
 class LateArrival:
-    """The process of `rank` that was started again `start` times stands ready once others wait for it (see
-    `deaths.Arrivals`), and so after the commit of what they do before; or after `longest_s`."""
+    """Delay of the process of `rank` that was restarted `start` times: it is ready once others wait for it
+    (`deaths.Arrivals`), hence after their commit; or after `longest_s`."""
 
     rank: int
     start: int
@@ -89,7 +89,7 @@ AnyLateness = Lateness | LateOperation | LateArrival
 
 
 def parse_lateness(text: str) -> AnyLateness:
-    """What `--emulate-late` asks for. Raises EmulationError for anything else."""
+    """Parse --emulate-late. Raises EmulationError for anything else."""
     if (found := re.fullmatch(rf"({'|'.join(KINDS)}):([\d.]+):(\d+)(?::(\d+))?", text)) is not None:
         return Lateness(found[1], float(found[2]), int(found[3]) / 1e3, int(found[4] or 0))
     if (found := re.fullmatch(r"(\d+):(\d+):(in|out):(\w+):([\d.]+)", text)) is not None:
@@ -101,7 +101,7 @@ def parse_lateness(text: str) -> AnyLateness:
 
 
 def late_messages(late: Sequence[AnyLateness], stages: int) -> list[LinkFault]:
-    """Those of `late` that strike messages, on all links of a pipeline and both of their paths."""
+    """Return those of `late` that delay messages, on all links of a pipeline and both paths."""
     ends = [(one, other) for one, other in itertools.permutations(range(stages), 2) if (one - other) % stages != 0]
     return [
         LinkFault(
@@ -119,14 +119,14 @@ def late_messages(late: Sequence[AnyLateness], stages: int) -> list[LinkFault]:
 
 
 class LateRank:
-    """What is late in one rank, while its context lasts: it begins before process groups are made, and the training
-    tells it each iteration and each call of Megatron's schedules."""
+    """Delays of one rank, active within its context. It must begin before process groups are made; the training
+    reports each iteration and each call of Megatron's schedules."""
 
     def __init__(self, late: Sequence[AnyLateness], directory: Path, rank: int, world_size: int) -> None:
-        """`directory`: of this run, the same on all ranks: where the counts are."""
+        """`directory`: of this run, with the counters; the same on all ranks."""
         self.board = OperationBoard(directory, rank, world_size)
         self.reduction_begins: Callable[[], None] = lambda: None
-        """Called as a reduction over data-parallel ranks has been launched in a call."""
+        """Called when a reduction over data-parallel ranks has been launched in a call."""
         self._mark = directory / MARK
         start = os.environ.get(START_VARIABLE, "")
         self._chances = {
@@ -143,22 +143,22 @@ class LateRank:
         self._iteration, self._inside, self._reductions = -1, False, 0
         self._gone_on_s = time.monotonic()
         self._held: dict[str, tuple[int, HeldOnPurpose]] = {}
-        """By group name: what is late on purpose, and the number of torch's group that it is of."""
+        """Delayed operation and torch's group number, by group name."""
         self._numbers = itertools.count()
         self._installed = ExitStack()
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` (from 0) is about to begin."""
+        """Begin `iteration` (from 0)."""
         self._iteration, self._reductions = iteration, 0
         self.go_on()
 
     def go_on(self) -> None:
-        """The training thread goes on with something, if this is that thread."""
+        """Record activity of the training thread, if this is that thread."""
         if threading.current_thread() is threading.main_thread():
             self._gone_on_s = time.monotonic()
 
     def decorate(self, computation: StageComputation) -> StageComputation:
-        """`computation`, each action of which is something that this rank goes on with."""
+        """Return `computation`, each action of which counts as activity."""
         from adaptra_megatron.megatron.computation import SurroundedComputation
 
         def begins(*_action: object) -> AbstractContextManager[None]:
@@ -169,7 +169,7 @@ class LateRank:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of Megatron's schedules, in which operations are not repeated by themselves."""
+        """Mark a call of Megatron's schedules, within which operations do not repeat by themselves."""
         self._inside, self._reductions = True, 0
         try:
             yield
@@ -206,7 +206,7 @@ class LateRank:
         self._installed.close()
 
     def when_marked(self, act: Callable[[], object]) -> None:
-        """Have `act` called, in another thread, once any rank has launched the operation that is late on purpose."""
+        """Call `act`, in another thread, once any rank has launched the delayed operation."""
 
         def watch() -> None:
             while not self._mark.exists():
@@ -229,8 +229,8 @@ class LateRank:
         return made
 
     def hold(self, group: str, number: int, operation: str, others: Collection[int] = ()) -> Held | None:
-        """Until when an operation that is being launched is held back; None where it begins at once. `number`: of
-        torch's group, which is another one in each epoch. `others`: ranks that take part in it."""
+        """Return what delays an operation that is being launched; None to begin at once. `number`: of torch's group,
+        which differs between generations. `others`: the other ranks of the operation."""
         self.go_on()
         reduces, count = operation.startswith("allreduce"), self._reductions
         if reduces and group in self._held and self._held[group][0] != number:
@@ -254,14 +254,14 @@ class LateRank:
         return Held(delay_s) if delay_s else None
 
     def launched(self, group: str, operation: str) -> None:
-        """An operation has been launched."""
+        """Record that an operation has been launched."""
         if self._inside and operation.startswith("allreduce") and "DATA_PARALLEL" in group:
             self.reduction_begins()
 
     # What else is late.
 
     def _delay_s(self, kind: str) -> float:
-        """By how much the next of a kind is late, which counts it."""
+        """Draw the delay of the next operation of `kind`, in seconds, and count it."""
         delay_s = sum(
             chance.random() * each.longest_s
             for each, chance in self._chances[kind]
@@ -315,13 +315,13 @@ class LateRank:
 
 
 class LateStore:
-    """A sealed store whose requests are late."""
+    """A sealed store whose requests are delayed."""
 
     def __init__(self, store: Any, delay_s: Callable[[str], float]) -> None:
         self._store, self._delay_s = store, delay_s
 
     def __getattr__(self, name: str) -> Any:
-        """The store's own method, late."""
+        """Return the store's method, delayed."""
         method = getattr(self._store, name)
 
         @functools.wraps(method)
@@ -334,22 +334,22 @@ class LateStore:
 
 
 class Held:
-    """Something that begins late."""
+    """An operation that begins late."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
         self._now = threading.Event()
 
     def wait(self) -> None:
-        """Until it is to begin."""
+        """Wait until it is to begin."""
         self._now.wait(self._longest_s)
 
     def end(self, failure: str) -> None:
-        """It has ended; with `failure`, or well."""
+        """Record its end; `failure`: None if it succeeded."""
 
 
 class HeldOnPurpose(Held):
-    """Something that begins as its successor is about to, or once the rank is idle."""
+    """An operation that begins just before its successor, or once the rank is idle."""
 
     def __init__(
         self,
@@ -359,14 +359,14 @@ class HeldOnPurpose(Held):
         idle_s: Callable[[], float],
         mark: Path,
     ) -> None:
-        """`longest_s`: for how long the rank may be idle. `others_launched`: whether all other ranks have launched it.
-        `idle_s`: for how long this rank has been idle. `mark`: where it is written down what becomes of it."""
+        """`longest_s`: limit of the idle time. `others_launched`: whether all other ranks have launched it.
+        `idle_s`: how long this rank has been idle. `mark`: file for the outcome."""
         super().__init__(longest_s)
         self._what, self._others_launched, self._idle_s, self._mark = what, others_launched, idle_s, mark
         self._ended = threading.Event()
 
     def wait(self) -> None:
-        """See Held. It counts as late once it is this rank alone that all wait for."""
+        """Wait as `Held.wait`. It counts as late once all others wait for this rank alone."""
         while not self._others_launched() and self._idle_s() < self._longest_s:
             time.sleep(_LOOKS_S)
         self._mark.write_text(f"{self._what}, is late\n")
@@ -375,12 +375,12 @@ class HeldOnPurpose(Held):
         self._add(SUCCESSOR if self._now.is_set() else IDLE)
 
     def end(self, failure: str) -> None:
-        """See Held."""
+        """Record its end as `Held.end`."""
         self._add(failure or "it has ended well")
         self._ended.set()
 
     def write_now(self) -> None:
-        """Have it begin, and wait for its end."""
+        """Begin the operation now and wait for its end."""
         self._now.set()
         self._ended.wait(_ENDS_S)
 
@@ -390,7 +390,7 @@ class HeldOnPurpose(Held):
 
 
 class LateWork:
-    """Handle of an operation that begins late, and ends as torch's does."""
+    """Handle of a delayed operation, with the interface of torch's."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()
@@ -398,7 +398,7 @@ class LateWork:
         self._failure: Exception | None = None
 
     def begin(self, launch: Callable[[], Any]) -> Any:
-        """Launch it; torch's handle, None where that has failed."""
+        """Launch the operation; return torch's handle, None if that failed."""
         try:
             self._work = launch()
         except Exception as cause:
@@ -408,7 +408,7 @@ class LateWork:
         return self._work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's. Raises RuntimeError where it has not ended by then, or has failed."""
+        """Wait as torch's handle. Raises RuntimeError at the timeout, and if it failed."""
         begun_s = time.monotonic()
         if not self._begun.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("timed out: the operation has not begun")
@@ -420,20 +420,20 @@ class LateWork:
         return bool(self._work.wait(max(left, timedelta(milliseconds=1))))
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether it has ended, successfully or not."""
         return self._begun.is_set() and (self._work is None or bool(self._work.is_completed()))
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether it has ended successfully."""
         return self._begun.is_set() and self._work is not None and bool(self._work.is_success())
 
 
 class LateGroup:
-    """Torch's own group of gloo, some of whose operations begin late, and those after them, too, for peers match
-    operations by their order. It counts those under way."""
+    """A gloo group that delays some operations, and all later ones with them, since peers match operations by order.
+    Counts those in progress."""
 
     def __init__(self, native: Any, name: str, number: int, rank: LateRank, others: Collection[int]) -> None:
-        """`name`: the same in all epochs; `number`: of this group alone. `others`: its members but this rank."""
+        """`name`: the same in all generations; `number`: of this group alone. `others`: its members but this rank."""
         self._native, self._name, self._number, self._rank, self._others = native, name, number, rank, others
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launching, self._waiting = threading.Lock(), _Count()
@@ -441,16 +441,16 @@ class LateGroup:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Torch's, for those who ask what it is."""
+        """Return torch's class, for isinstance checks."""
         return type(self._native)
 
     def __getattr__(self, name: str) -> Any:
-        """What torch's group has, operations with lateness."""
+        """Return the attribute of torch's group; operations are delayed."""
         found = getattr(self._native, name)
         return functools.partial(self._launch, name, found) if name in _OPERATIONS else found
 
     def __del__(self) -> None:
-        """End the thread, which has no reference to this group but for operations that are to begin yet."""
+        """End the thread, which refers to this group only through pending operations."""
         self._queue.put(None)
 
     def _launch(self, operation: str, launch: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
@@ -475,7 +475,7 @@ class LateGroup:
 
 @dataclass
 class _Count:
-    """Of operations that wait."""
+    """Number of waiting operations."""
 
     count: int = 0
 
@@ -501,7 +501,7 @@ def _begin_late(
 
 
 def _counted(work: Any, board: OperationBoard, held: Held | None) -> Any:
-    """Torch's handle, of an operation that counts as under way until it ends, well or not."""
+    """Return torch's handle of an operation that counts as in progress until it ends."""
 
     def ended(future: Future[Any]) -> None:
         board.add(UNDER_WAY, -1)

@@ -15,16 +15,16 @@ import numpy as np
 
 UNDER_WAY, LATE, WAITING, LAUNCHED = "under way", "late", "waiting", "launched"
 PRESENT = (UNDER_WAY, LATE, WAITING, LAUNCHED)
-"""Collectives that have begun and not ended, and that are being held back; whether this rank waits for those that have
-died to stand ready again; and what it has launched last, as `note_launch` says it."""
+"""Gauges: collectives in progress; collectives held back; whether this rank waits for failed ranks to be ready; last
+launched operation (`note_launch`)."""
 KINDS = ("collectives", "store", "threads", "messages")
-"""What can be late: see `lateness`. How often each was, so far."""
+"""Counters of delayed operations by kind: see `Lateness`."""
 _COLUMNS = (*PRESENT, *KINDS)
 _COUNTS, _DEATHS = "operations", "deaths.jsonl"
 
 
 class OperationBoard:
-    """One rank's row. For all threads."""
+    """Shared counters of all ranks; one row is this rank's. Thread-safe."""
 
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
         """`directory`: of this run, the same on all ranks."""
@@ -34,25 +34,25 @@ class OperationBoard:
         self._rows[rank, : len(PRESENT)] = 0  # a process that takes the place of another has none yet
 
     def add(self, what: str, count: int = 1) -> None:
-        """Count `what`: of PRESENT or KINDS."""
+        """Add to an entry of PRESENT or KINDS."""
         with self._lock:
             self._rows[self._rank, _COLUMNS.index(what)] += count
 
     def count(self, what: str) -> int:
-        """Of all ranks together."""
+        """Return the sum over all ranks."""
         return int(self._rows[:, _COLUMNS.index(what)].sum())
 
     def note_launch(self, operation: str) -> None:
-        """This rank has launched `operation`, which has one name on all ranks that take part."""
+        """Record the operation that this rank launched last; its name is the same on all its ranks."""
         self._rows[self._rank, _COLUMNS.index(LAUNCHED)] = zlib.crc32(operation.encode())
 
     def have_launched(self, operation: str, ranks: Collection[int]) -> bool:
-        """Return whether that is what all of `ranks` have launched last."""
+        """Return whether all of `ranks` have launched `operation` last."""
         found = self._rows[list(ranks), _COLUMNS.index(LAUNCHED)]
         return bool((found == zlib.crc32(operation.encode())).all())
 
     def note_death(self) -> None:
-        """This process is about to die: write down what all ranks have under way, and late."""
+        """Write down the state of all ranks as this process is about to fail."""
         line = json.dumps({"rank": self._rank, UNDER_WAY: self.count(UNDER_WAY), LATE: self.count(LATE)})
         self._rows[self._rank, : len(PRESENT)] = 0
         file = os.open(self._directory / _DEATHS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -61,13 +61,13 @@ class OperationBoard:
 
 
 def read_deaths(directory: Path) -> Sequence[Mapping[str, int]]:
-    """What was under way and late as each rank died, in the order of deaths; empty where none did."""
+    """Return the state recorded at each failure, in order; empty if no rank failed."""
     file = directory / _DEATHS
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def read_lateness(directory: Path) -> Mapping[str, int]:
-    """How often each of KINDS was late, on all ranks together; empty without a board."""
+    """Return how often each of KINDS was delayed, over all ranks; empty without a board."""
     if not (directory / _COUNTS).exists():
         return {}
     rows = np.fromfile(directory / _COUNTS, dtype=np.int64).reshape(-1, len(_COLUMNS))

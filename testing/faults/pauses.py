@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Pauses:
-    """Those of one stage. The training tells it each iteration and decorates its computation."""
+    """Pauses of one stage. The training reports each iteration and decorates its computation."""
 
     def __init__(self, pauses: Sequence[Pause], stage: int) -> None:
         self._pauses = [pause for pause in pauses if pause.stage == stage]
         self._iteration = 0
         self.made = 0
-        """So far."""
+        """Number of pauses so far."""
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` (from 0) is about to begin; returns after the pauses before it."""
+        """Begin `iteration` (from 0), after the pauses before it."""
         self._iteration = iteration
         self._pause(None)
 
     def decorate(self, computation: StageComputation) -> StageComputation:
-        """`computation` whose forwards pause where they are to."""
+        """Return `computation` with pauses in its forwards."""
         return _PausingComputation(computation, self)
 
     def forward(self, micro_batch: int) -> None:
-        """A forward of `micro_batch` begins."""
+        """Begin a forward of `micro_batch`, after its pause."""
         self._pause(micro_batch)
 
     def _pause(self, micro_batch: int | None) -> None:

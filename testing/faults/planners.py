@@ -17,15 +17,15 @@ from testing.faults.emulated_compute import EmulatedCompute
 from testing.replacing import Replaced, Replacement
 
 DECIDES_WITHIN_S = 120.0
-"""How long an iteration waits for its decision."""
+"""Longest wait of an iteration for its decision."""
 _LOOK_EVERY_S = 0.002
 
 
 def prompt_planner() -> Replaced:
-    """A decorator around `DecisionWriter.needed`, in force until undone: each iteration waits for the decision that
-    follows from what was measured in the iterations before, where the training would otherwise keep what runs.
+    """Decorator of `DecisionWriter.needed`: each iteration waits for the decision that follows from earlier
+    measurements, instead of continuing with the present plan.
 
-    An iteration without a decision after DECIDES_WITHIN_S raises ExchangeError.
+    Active until undone. Raises ExchangeError after DECIDES_WITHIN_S.
     """
     needed = DecisionWriter.needed
 
@@ -42,9 +42,11 @@ def prompt_planner() -> Replaced:
 
 
 def exact_times(compute: EmulatedCompute) -> Replaced:
-    """A decorator around `stage_measurement`, in force until undone: actions are reported to have lasted what `compute`
-    has them last in the present iteration, by kind and chunk. Times of messages stay as they were measured. Where
-    replicas make updates apart, a gradient is reported to have taken as long as one backward of the first stage."""
+    """Decorator of `stage_measurement`: reports the durations that `compute` emulates, instead of measured ones.
+
+    Active until undone. Times of messages stay measured. Where replicas update apart, a gradient counts as one
+    backward of the first stage.
+    """
     from adaptra_megatron.engine.measurement import measuring
     from adaptra_megatron.megatron import replica_updates
 

@@ -16,7 +16,7 @@ _PATTERN = re.compile(r"(\d+)\.(\d+):([0-9.]+)(?:,from=(\d+))?(?:,until=(\d+))?"
 
 @dataclass(frozen=True)
 class SlowCell:
-    """One cell, and how much longer everything lasts there in iterations `begin` to `until` - 1."""
+    """Slowdown of one cell, by `factor`, in iterations `begin` to `until` - 1."""
 
     replica: int
     stage: int
@@ -39,16 +39,16 @@ def parse_slow_cell(text: str) -> SlowCell:
 
 
 class CellSpeed:
-    """Speed of one cell over the iterations."""
+    """Speed of one cell in each iteration."""
 
     def __init__(self, cells: Sequence[SlowCell], replica: int, stage: int) -> None:
         self._ours = [cell for cell in cells if (cell.replica, cell.stage) == (replica, stage)]
         self.factor = 1.0
-        """How much longer everything lasts in the present iteration."""
+        """Present factor on all durations."""
         self.slowed = 0
-        """Iterations in which it did so far."""
+        """Number of iterations with a slowdown so far."""
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` (from 0) is about to begin."""
+        """Begin `iteration` (from 0)."""
         self.factor = math.prod(cell.factor for cell in self._ours if cell.begin <= iteration < cell.until)
         self.slowed += self.factor != 1.0

@@ -30,12 +30,12 @@ _STORE_S, _TICK_S, _CLOSES_S = 60.0, 0.05, 2.0
 
 
 class Host:
-    """The one host of the job, in place of its launcher: reports how ranks end, and has the coordinator draw the
-    consequences."""
+    """The job's only host, in the role of its launcher: reports the ends of ranks to the coordinator and applies its
+    decisions."""
 
     def __init__(self, world_size: int, *, restarts: int = 0, store: TCPStore | None = None) -> None:
-        """`restarts`: how often each rank that has died is started again. `store`: a client of one that is served
-        elsewhere; None: this process serves it."""
+        """`restarts`: how often a failed rank is restarted. `store`: client of an external store; None: this process
+        serves one."""
         self._store = serve_store("127.0.0.1", free_port(), _STORE_S) if store is None else store
         self._mine, self._restarts = launch_store(self._store, RUN_ID), restarts
         policy = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=_STORE_S, join_timeout_s=_STORE_S)
@@ -47,21 +47,21 @@ class Host:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": RUN_ID,
         }
-        """For the ranks, beside what `run_ranks` gives them."""
+        """Environment of the ranks, in addition to that of `run_ranks`."""
         self.stalled: list[int] = []
-        """Ranks whose processes stand still, and are to be killed."""
+        """Ranks whose processes do not run and are to be killed."""
         self._tick()
         self._thread = threading.Thread(target=self._work, name="adaptra-host", daemon=True)
         self._thread.start()
 
     @property
     def endings(self) -> Sequence[RankEnding]:
-        """How processes have ended so far, those that were started again among them; local ranks are the job's."""
+        """Return how processes ended so far, restarted ones included; local ranks are the job's."""
         return self._report.endings
 
     def ended(self, rank: int, status: int) -> Mapping[str, str] | None:
-        """`rank` has ended; with any status but 0 the job has lost it. Returns what a process has in its environment
-        that is to take its place."""
+        """Report the end of `rank`, a failure unless `status` is 0. Return the environment of its replacement; None:
+        there is none."""
         with self._lock:
             start = self._starts(rank)
             ending = RankEnding(rank, 0, status, time.time(), "", start=start)
@@ -76,7 +76,7 @@ class Host:
         self._thread.join(_CLOSES_S)
 
     def _starts(self, rank: int) -> int:
-        """How often a rank had been started before its present process."""
+        """Return how often a rank was started before its present process."""
         return sum(each.local_rank == rank for each in self._report.endings)
 
     def _work(self) -> None:
@@ -103,11 +103,10 @@ def run_with_failures(
     restarts: int = 0,
     host: Host | None = None,
 ) -> list[RankResult]:
-    """Run `argv` as `run_ranks` does, until all ranks have ended; whatever happened to each is returned. `restarts`:
-    how often each rank that has died is started again, whose place the new process takes.
+    """Run `argv` as `run_ranks` does until all ranks have ended; return the outcome of each.
 
-    `host`: of this job, and closed with it; None: one that serves the store. Raises LaunchError for a job that runs
-    past `timeout_s`.
+    `restarts`: how often a failed rank is restarted. `host`: of this job, and closed with it; None: one that serves
+    the store. Raises LaunchError after `timeout_s`.
     """
     host = Host(world_size, restarts=restarts) if host is None else host
     try:

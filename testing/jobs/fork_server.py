@@ -43,8 +43,7 @@ PRELOADED = (
     "adaptra_megatron.engine.runtime",
     "megatron.core.dist_checkpointing",
 )
-"""Imported before forking, with Megatron on the CPU: what each rank would import itself, a third of a
-second of CPU."""
+"""Modules imported before forking, with Megatron on the CPU: each rank would need a third of a second for them."""
 
 
 class ForkServerError(RuntimeError):
@@ -52,7 +51,7 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """The launcher's side: starts the server at construction, ends it at `close()`. Also a context manager."""
+    """Launcher's side of the fork server: starts it at construction, ends it at `close()`. Also a context manager."""
 
     def __init__(self) -> None:
         """Start the server; it is ready to fork when the first job has been sent to it.
@@ -98,7 +97,7 @@ class ForkServer:
             self._returncodes[message["pid"]] = message["returncode"]
 
     def poll(self, pid: int) -> int | None:
-        """Exit status of a rank (negative: the signal that killed it), or None while it runs."""
+        """Return the exit status of a rank (negative: the signal that killed it); None while it runs."""
         while pid not in self._returncodes and self._readable():
             message = self._receive()
             self._returncodes[message["pid"]] = message["returncode"]
@@ -144,7 +143,7 @@ class ForkServer:
 
 
 def serve(control: socket.socket) -> None:
-    """The server's side: import, then fork as asked until the socket ends."""
+    """Run the server: import, then fork on request until the socket ends."""
     _preload()
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)

@@ -23,16 +23,16 @@ class JobStore:
     """A running store, from construction to `close()`. Also a context manager."""
 
     def __init__(self, server: ForkServer, log: Path) -> None:
-        """Forks it from `server`; what it writes goes to `log`. Raises ForkServerError."""
+        """Fork the store from `server`; its output goes to `log`. Raises ForkServerError."""
         port = str(free_port())
         (self.process_id,) = server.start(["-m", __name__, port], [rank_environment({})], [log.resolve()])
         # The last is torch's own: no rank serves the store, all are its clients.
         self.environment: Mapping[str, str] = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        """For the ranks, beside what `launch` gives them."""
+        """Environment of the ranks, in addition to that of `launch`."""
         self._server = server
 
     def close(self) -> None:
-        """Kill the process, stopped or not, unless it is dead already."""
+        """Kill the process, stopped or not."""
         if self._server.poll(self.process_id) is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.process_id, signal.SIGKILL)

@@ -28,61 +28,60 @@ if TYPE_CHECKING:
     from testing.jobs.fork_server import ForkServer
 
 SHOWN_DIFFERENCES = 5
-"""Differences reported per rank; the first says most."""
+"""Most differences reported per rank."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One training: arguments of `scripts/train_gpt.py`, and the earlier variant whose numbers it must have."""
+    """One training: arguments of `scripts/train_gpt.py`, and an earlier variant whose results it must reproduce."""
 
     name: str
     argv: tuple[str, ...]
     like: str | None = None
     nearly: bool = False
-    """True where its numbers need only be near those of `like`: sums may be associated differently."""
+    """True if its results need only be close to those of `like`: sums are associated differently."""
     plan_to: str | None = None
-    """The file that gets the schedule of its last iteration, for a later variant to run."""
+    """File for the schedule of its last iteration, for a later variant to run."""
 
 
 @dataclass
 class VariantReport:
-    """What came out of one variant, over all ranks."""
+    """Results of one variant over all ranks."""
 
     name: str
     like: str | None
     elements_compared: int = 0
     """Tensor elements compared with those of `like`, summed over ranks; 0 without `like`."""
     differences: list[str] = field(default_factory=list)
-    """Empty when all ranks are bitwise equal to `like`. Up to 5 lines for each rank that is not."""
+    """Up to 5 lines for each rank that is not bitwise equal to `like`; empty if all are."""
     distances: dict[str, float] = field(default_factory=dict)
-    """Where it need only be near `like`: by sort of number, the norm of all differences as a share of that of all
-    numbers; the rank's where it is largest."""
+    """If it need only be close to `like`: relative norm of the differences, by sort of number, on the worst rank."""
     fingerprints: list[str] = field(default_factory=list)
-    """Digest of each rank's parameters: equal where these are, to the bit."""
+    """Digest of each rank's parameters, bitwise."""
     losses: list[float] = field(default_factory=list)
     evaluation_losses: list[float] = field(default_factory=list)
     iteration_seconds: list[float] = field(default_factory=list)
     """Per iteration, of the slowest rank."""
     pipeline_seconds: list[float] = field(default_factory=list)
-    """Per iteration: from the first stage's start to the last rank's end of the forward_backward function alone."""
+    """Per iteration: time from the first stage's start to the last rank's end of forward_backward."""
     periods_s: list[float] = field(default_factory=list)
-    """From each iteration's beginning to the next one's, on the first rank."""
+    """Per iteration: time from its beginning to the next one's, on the first rank."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
     pauses: int = 0
-    """How often ranks stood still because their story said so, summed over ranks."""
+    """Number of scripted pauses of all ranks."""
     plans: list[list[Any]] = field(default_factory=list)
     """By rank, per iteration: the number of the plan, and a fingerprint of its schedule; no ranks for stock."""
     path_flaps: int = 0
-    """How often links were set to prefer the other path, summed over ranks."""
+    """Number of forced changes of preferred path, over all ranks."""
     adaptra: list[dict[str, Any]] = field(default_factory=list)
     """`AdaptraRuntime.summary()` of each rank; empty for stock."""
     worst_overrun_s: float = 0.0
-    """By how much an operation's real work exceeded its emulated time, at most."""
+    """Largest excess of an operation's real work over its emulated time."""
     lateness_s: list[float] = field(default_factory=list)
-    """Per iteration: by how much the worst emulated operation of any rank ended after its time; empty without."""
+    """Per iteration: worst lateness of an emulated operation, over all ranks; empty without emulation."""
     overruns: float = 0.0
-    """The fraction of operations that did."""
+    """Fraction of operations whose real work took longer than emulated."""
 
 
 def run_variants(
@@ -131,10 +130,9 @@ def run_variants(
 
 
 def check_equal(reports: Sequence[VariantReport]) -> None:
-    """Fail unless every variant that must be like another was compared and is.
+    """Raise ResultsDifferError, naming variants and first differences, unless each variant equals its `like`.
 
-    Raises:
-        ResultsDifferError: naming the variants and the first differences, or that nothing was compared.
+    Also raised if nothing was compared.
     """
     from testing.results import ResultsDifferError
 
@@ -200,7 +198,7 @@ def _main(argv: Sequence[str]) -> None:
 
 
 def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
-    """One report from the parts of all ranks."""
+    """Merge the parts of all ranks into one report."""
     results = [part["result"] for part in parts]
     report = VariantReport(variant.name, variant.like)
     report.elements_compared = sum(part["elements"] for part in parts)

@@ -30,42 +30,42 @@ TENSOR_FACTORIES = (
 
 
 class CpuEvent:
-    """What a CUDA event is where work is done when the call returns: always over."""
+    """A CUDA event on the CPU, where work is done when the call returns: always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> None:
-        """Nothing to record."""
+        """Do nothing: work is done."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: work is done."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: work is done."""
 
     def query(self) -> bool:
-        """Return whether the recorded work is done: always."""
+        """Return True: work is done."""
         return True
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
-        """Milliseconds of device time between two events: none."""
+        """Return 0.0 ms: no device time passes."""
         return 0.0
 
 
 class CpuStream(CpuEvent):
-    """What a CUDA stream is where work is done when the call returns."""
+    """A CUDA stream on the CPU, where work is done when the call returns."""
 
     device = CPU
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: work is done."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: work is done."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """An event that is over."""
+        """Return a complete event."""
         return event or CpuEvent()
 
     def __enter__(self) -> CpuStream:
@@ -93,7 +93,7 @@ def _returning(value: Any) -> Callable[..., Any]:
 
 
 def cuda_functions() -> list[Replacement]:
-    """Functions of torch.cuda that Megatron calls whatever the device."""
+    """Return replacements of torch.cuda functions that Megatron calls on any device."""
     cuda, stream = torch.cuda, CpuStream()
     properties = SimpleNamespace(name="cpu", major=8, minor=0, total_memory=1 << 34, multi_processor_count=1)
     random = "the tensor-parallel RNG tracker keeps CUDA states: the CPU generator plays their part"
@@ -176,7 +176,7 @@ def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_names() -> list[Replacement]:
-    """Ways to put a tensor on a device."""
+    """Return replacements of the ways to put a tensor on a device."""
     device = 'called with device="cuda" or pin_memory=True'
     found = [Replacement(torch, name, _on_cpu(getattr(torch, name)), device) for name in TENSOR_FACTORIES]
     for owner in (torch.Tensor, torch.nn.Module):
@@ -196,7 +196,7 @@ def _isend_of_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OneWorker(type):
-    """The type of `OneWorkerGloo`, which makes and recognizes what torch's functions make and recognize by its name."""
+    """Metaclass of `OneWorkerGloo`, which stands for ProcessGroupGloo in isinstance checks."""
 
     def __call__(cls, store: Any, rank: int, size: int, *, timeout: Any, **_of_newer_torch: Any) -> Any:
         gloo: Any = torch.distributed.ProcessGroupGloo
@@ -218,7 +218,7 @@ class OneWorkerGloo(metaclass=_OneWorker):
 
 
 def distributed_names() -> list[Replacement]:
-    """torch.distributed over gloo instead of NCCL."""
+    """Return replacements that use gloo instead of NCCL."""
     barrier, init_process_group = torch.distributed.barrier, torch.distributed.init_process_group
     isend = _isend_of_alias(torch.distributed.isend)
 
@@ -244,5 +244,5 @@ def distributed_names() -> list[Replacement]:
 
 
 def torch_names() -> list[Replacement]:
-    """The whole table of torch names, in the order in which they are applied."""
+    """Return all replacements of torch names, in the order of application."""
     return [*cuda_functions(), *tensor_names(), *distributed_names()]

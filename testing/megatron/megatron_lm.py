@@ -34,7 +34,7 @@ CPU_ARGUMENTS = (
     *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"),
     *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--num-workers", "0"),
 )
-"""What a CPU without Transformer Engine and apex needs on the command line."""
+"""Command-line arguments that a CPU without Transformer Engine and apex needs."""
 
 _KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 _KERNEL_FUNCTIONS = (
@@ -44,7 +44,7 @@ _KERNEL_FUNCTIONS = (
 
 
 def main() -> None:
-    """Take the place of the script that the command line names, and run it as the main program."""
+    """Run the script of the command line as the main program, with the stand-ins in place."""
     parser = argparse.ArgumentParser(prog="python -m testing.megatron.megatron_lm", allow_abbrev=False)
     parser.add_argument(
         "--dump-state",
@@ -98,7 +98,7 @@ def _prepare() -> None:
 
 
 def training_names() -> list[Replacement]:
-    """Names of megatron.training that assume CUDA, beyond those of megatron.core. Imports it."""
+    """Return replacements of megatron.training names that assume CUDA. Imports it."""
     if importlib.util.find_spec("triton") is None:
         # A gigabyte, for kernels of CUDA; imported wherever Megatron is initialized.
         sys.modules[_KERNELS] = _without_kernels()

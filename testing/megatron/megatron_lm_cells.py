@@ -35,7 +35,7 @@ def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False
 
     @functools.cache
     def speed() -> CellSpeed:
-        """Made in the first iteration: there are no replicas and stages before Megatron has been initialized."""
+        """Make the speed in the first iteration, when Megatron's replicas and stages exist."""
         place = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         return CellSpeed(cells, *place)
 
@@ -50,8 +50,8 @@ def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False
 
 @contextlib.contextmanager
 def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
-    """Have ranks die meanwhile, each once. `deaths`: see `parse_death`; those at an action have no effect. `back`: see
-    `Arrivals`."""
+    """Make ranks fail within the context, each once. `deaths`: see `parse_death`; those at an action have no effect.
+    `back`: see `Arrivals`."""
     if os.environ.get(START_VARIABLE):
         yield
         return
@@ -59,7 +59,7 @@ def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
 
     @functools.cache
     def ours() -> Deaths:
-        """Made in the first iteration: there are no ranks before Megatron has been initialized."""
+        """Make the failures in the first iteration, when Megatron's ranks exist."""
         return Deaths(parsed, torch.distributed.get_rank())
 
     arrivals = Arrivals(back)
@@ -74,7 +74,7 @@ def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counted(begins: Callable[[int], None]) -> Iterator[None]:
-    """Have `begins` called meanwhile with the number of each iteration (from 0), before it."""
+    """Call `begins` with the number of each iteration (from 0) before it, within the context."""
     numbers, train_step = itertools.count(), training.train_step
 
     @functools.wraps(train_step)

@@ -19,12 +19,12 @@ from testing.replacing import Replaced, Replacement
 from testing.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 
 GRAD_NORM = 5
-"""Its place in what train_step returns, in all releases from 0.14 on."""
+"""Index of the grad norm in the result of train_step, in all releases from 0.14 on."""
 
 
 @contextlib.contextmanager
 def recorded(directory: str | Path) -> Iterator[None]:
-    """Record the training that runs meanwhile; at the end, also by an exit, write this rank's part to `directory`."""
+    """Record the training within the context; at its end, or at an exit, write this rank's part to `directory`."""
     record = _Record()
     reason = "what it returns is written down"
     step = Replacement(training, "train_step", record.watch_steps(training.train_step), reason)
@@ -73,12 +73,12 @@ class _Record:
 
 
 def _values(losses: Mapping[str, Any]) -> list[float]:
-    """In the order of their names, exactly."""
+    """Return exact values, sorted by name."""
     return [float(value) for _, value in sorted(losses.items()) if isinstance(value, torch.Tensor | float)]
 
 
 def _what_ran() -> dict[str, Any]:
-    """The modules of this package that were imported, and the runtime's summary, None where Megatron's own code ran."""
+    """Return the imported modules of this package, and the runtime's summary (None: Megatron's own code ran)."""
     modules = sorted(name for name in sys.modules if name.partition(".")[0] == "adaptra_megatron")
     patches = sys.modules.get("adaptra_megatron.patches")
     applied = None if patches is None else patches.in_force()

@@ -60,11 +60,11 @@ class MegatronOnCpu:
 
     @property
     def replacements(self) -> tuple[Replacement, ...]:
-        """All that is replaced, with reasons."""
+        """All replacements, with reasons."""
         return self._torch.replacements + self._megatron.replacements
 
     def undo(self) -> None:
-        """Put every name, the thread count and the environment back. A second call does nothing."""
+        """Undo all replacements, and restore thread count and environment. May be called twice."""
         if not is_installed():
             return
         self._megatron.undo()
@@ -127,7 +127,7 @@ def is_installed() -> bool:
 
 
 def megatron_names() -> list[Replacement]:
-    """Names of Megatron itself. Imports Megatron."""
+    """Return replacements of Megatron's own names. Imports Megatron."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Transformer Engine and apex not being installed
         moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")

@@ -19,7 +19,7 @@ LONG_STOP_S = 30.0
 LONGEST_RECOVERY_S = 2.0
 FIRST_ITERATION = 5
 QUIET_ITERATIONS = 40
-"""After the last fault: all that is armed begins, and all that broke heals."""
+"""Iterations after the last fault, in which pending faults begin and broken parts recover."""
 LATEST_MESSAGE = 8
 HASTY_PATHS: dict[str, Any] = {
     "first_rest_s": 0.1,
@@ -27,12 +27,11 @@ HASTY_PATHS: dict[str, Any] = {
     "probe_pause_s": 0.005,
     "forgiven_after_s": 5.0,
 }
-"""Settings of links (`transport.paths.PathSettings`) under which a device path that failed is back before the next
-fault."""
+"""`PathSettings` under which a failed device path is back before the next fault."""
 
 
 class Kind(str, enum.Enum):
-    """What a fault does."""
+    """Kind of fault."""
 
     KILL_DELEGATE = "kill delegate"
     STOP_DELEGATE = "stop delegate"
@@ -49,12 +48,12 @@ class Kind(str, enum.Enum):
 
     @property
     def inside(self) -> bool:
-        """Return whether the rank itself injects it, and not the driver from outside."""
+        """Return whether the rank injects it itself; otherwise the driver does, from outside."""
         return self in (Kind.SILENT_PATH, Kind.FAILING_SENDS, Kind.FAILING_RECEIVES)
 
     @property
     def needs_store(self) -> bool:
-        """Return whether it cannot happen, or not heal, once the job's store is dead: device paths meet there."""
+        """Return whether it needs the job's store to happen or heal: device paths meet there."""
         return self.inside or self is Kind.STOP_STORE
 
 
@@ -67,22 +66,22 @@ _LASTS_S = {
     Kind.FAILING_SENDS: (0.05, 0.6),
     Kind.FAILING_RECEIVES: (0.05, 0.6),
 }
-"""At least and at most; what is not here is over at once."""
+"""Shortest and longest duration in seconds; kinds that are not listed are instantaneous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """How much is broken, over all trainings together. Numbers are multiplied by `rounds`."""
+    """Numbers of faults over all trainings of a round; `rounds` multiplies them."""
 
     seed: str = "1"
     rounds: int = 1
     transports: tuple[str, ...] = ("tcp", "shm")
-    """Transports of the host path; one training each and per round, and one without a store over one of them."""
+    """Transports of the host path: one training each per round, and one more, without a store, over one of them."""
     kills: int = 100
     stops: int = 50
-    """Half of them of delegates, half of ranks."""
+    """SIGSTOPs: half of delegates, half of ranks."""
     long_stops: int = 1
-    """Ranks that are stopped for long."""
+    """Long SIGSTOPs of ranks."""
     long_stop_s: float = LONG_STOP_S
     store_stops: int = 6
     corrupted_rings: int = 12
@@ -90,21 +89,21 @@ class Campaign:
     signals: int = 12
     """SIGTERM and SIGHUP to delegates."""
     path_faults: int = 60
-    """A third each: silence, sends that raise, receives that raise."""
+    """Device-path failures: a third each silence, failing sends, failing receives."""
     flaps: int = 1000
-    """Switches of a directed link from one path to the other, at least; there are far more than that."""
+    """Least number of changes of a directed link's path."""
     spacing: int = 6
-    """Iterations between two faults, on average."""
+    """Mean number of iterations between two faults."""
     longest_recovery_s: float = LONGEST_RECOVERY_S
-    """How soon after each fault traffic must flow again."""
+    """Longest time from a fault until traffic flows again."""
 
     def trainings(self, number: int) -> dict[str, str]:
-        """The transport of each training of round `number`, by name. The last one is without a store."""
+        """Return name and transport of each training of round `number`; the last one has no store."""
         storeless = self.transports[number % len(self.transports)]
         return {name: name for name in self.transports} | {f"{storeless}-without-store": storeless}
 
     def counts(self, training: int) -> dict[Kind, int]:
-        """How many faults of each kind one of the trainings of a round gets."""
+        """Return the number of faults of each kind in one training of a round."""
         last = len(self.transports)
         totals = {
             Kind.KILL_DELEGATE: self.kills,
@@ -129,35 +128,36 @@ class Campaign:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of one stage; the job's store has none, and is struck when the stage is there."""
+    """One fault of a stage, or of the job's store when the stage is in `iteration`."""
 
     number: int
     kind: Kind
     iteration: int
-    """Iteration of the stage that it strikes."""
+    """Iteration of the stage in which it happens."""
     stage: int
     peer: int
-    """Neighbour at the other end of the directed link; means something only to faults of paths."""
+    """Stage at the other end of the directed link, for path faults."""
     duration_s: float
-    """How long a process is stopped, a path broken, or unauthenticated peers connect; 0 for what is over at once."""
+    """Duration of a stop, a broken path or a flood of connections; 0: instantaneous."""
     messages: int
-    """Faults of paths: how many messages the stage sends in that iteration before."""
+    """For path faults: number of messages that the stage sends in the iteration before it."""
     delay: float
-    """Faults of processes: how far into the iteration they strike, as a fraction of a typical one."""
+    """For process faults: time into the iteration, as a fraction of a typical one."""
 
     @property
     def link(self) -> tuple[int, int]:
-        """Source and target of the directed link whose path breaks."""
+        """Source and target stage of the directed link that fails."""
         return (self.peer, self.stage) if self.kind is Kind.FAILING_RECEIVES else (self.stage, self.peer)
 
 
 def make_plan(
     seed: str, stages: int, counts: Mapping[Kind, int], spacing: int, long_stop_s: float = LONG_STOP_S
 ) -> tuple[Fault, ...]:
-    """As many faults of each kind as asked for, in random order, at random stages of a pipeline without wrap-around.
+    """Make a plan with the given number of faults of each kind, in random order, at random stages of a pipeline
+    without wrap-around.
 
-    A store that is to be killed is so first: all the others happen without it. `spacing`: iterations between two
-    faults, on average. `long_stop_s`: how long STOP_RANK_LONG is.
+    A store that is to be killed is killed first: all other faults happen without it. `spacing`: mean number of
+    iterations between faults. `long_stop_s`: duration of STOP_RANK_LONG.
     """
     randomness = random.Random(seed)
     lasts_s = {**_LASTS_S, Kind.STOP_RANK_LONG: (long_stop_s, long_stop_s)}
@@ -184,15 +184,15 @@ def make_plan(
 
 
 def iterations(plan: Sequence[Fault]) -> int:
-    """How many iterations a training must have for all of the plan."""
+    """Return the number of iterations that a training needs for the plan."""
     return max((fault.iteration for fault in plan), default=FIRST_ITERATION) + QUIET_ITERATIONS
 
 
 def write_plan(path: Path, plan: Sequence[Fault]) -> None:
-    """For `read_plan`."""
+    """Write a plan for `read_plan`."""
     path.write_text(json.dumps([asdict(fault) for fault in plan], indent=1))
 
 
 def read_plan(path: Path) -> tuple[Fault, ...]:
-    """What `write_plan` wrote."""
+    """Read a plan of `write_plan`."""
     return tuple(Fault(**{**entry, "kind": Kind(entry["kind"])}) for entry in json.loads(path.read_text()))

@@ -15,7 +15,7 @@ class Progress:
     """Process id and iteration of each stage, in a file that ranks and driver map."""
 
     def __init__(self, directory: Path, stages: int) -> None:
-        """Made by the first process that opens it; zeros until a stage writes."""
+        """Map the file, creating it if needed; zeros until a stage writes."""
         descriptor = os.open(directory / "progress", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             os.ftruncate(descriptor, stages * _ENTRY.size)
@@ -24,7 +24,7 @@ class Progress:
             os.close(descriptor)
 
     def set(self, stage: int, iteration: int) -> None:
-        """`stage`, which is this process, begins `iteration` (counted from 0)."""
+        """Record that `stage`, which is this process, begins `iteration` (from 0)."""
         _ENTRY.pack_into(self._map, stage * _ENTRY.size, os.getpid(), iteration)
 
     def process_id(self, stage: int) -> int:
@@ -33,10 +33,10 @@ class Progress:
         return pid
 
     def iteration(self, stage: int) -> int:
-        """The iteration that `stage` is in."""
+        """Return the iteration that `stage` has begun last."""
         number: int = _ENTRY.unpack_from(self._map, stage * _ENTRY.size)[1]
         return number
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the file."""
         self._map.close()

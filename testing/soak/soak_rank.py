@@ -52,7 +52,7 @@ class SoakRank:
         self._held: dict[str, int] = {}
 
     def set_iteration(self, iteration: int) -> None:
-        """From now on this rank is in `iteration` (counted from 0)."""
+        """Begin `iteration` (from 0)."""
         self._iteration, self._sent = iteration, 0
         self._progress.set(self._stage, iteration)
 
@@ -118,9 +118,9 @@ class SoakRank:
 
 
 def held_soon(before: Mapping[str, int]) -> dict[str, int]:
-    """What this process holds once it holds no more than `before`, or after 5 s.
+    """Return the resources this process holds once they are no more than `before`, or after 5 s.
 
-    Rank 0 serves the job's store: what that holds for clients of other ranks goes when these have closed them.
+    Rank 0 serves the job's store: what it holds for other ranks' clients is released when those have closed them.
     """
     until_s = time.monotonic() + 5.0
     while any((now := held())[name] > before[name] for name in before) and time.monotonic() < until_s:
@@ -129,7 +129,7 @@ def held_soon(before: Mapping[str, int]) -> dict[str, int]:
 
 
 def held() -> dict[str, int]:
-    """What this process holds that a transport might leave behind."""
+    """Return the resources of this process that a transport might leak."""
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -24,11 +24,7 @@ class CheckpointError(RuntimeError):
 
 
 def check_can_save() -> None:
-    """Refuse now what would hang at the first save: Megatron's writer processes die without psutil, unnoticed.
-
-    Raises:
-        CheckpointError: psutil is missing.
-    """
+    """Raise CheckpointError if the first save would hang: without psutil Megatron's writer processes exit unnoticed."""
     if importlib.util.find_spec("psutil") is None:
         raise CheckpointError("--save needs psutil, which Megatron's checkpoint writer uses: pip install psutil")
 
@@ -50,7 +46,7 @@ def _sharded_state(model: list[Any], optimizer: Any, scheduler: Any, *, is_loadi
 
 
 def _named_chunks(model: list[Any]) -> list[tuple[str, Any]]:
-    """Megatron's names in checkpoints, and the modules within their wrappers."""
+    """Return the chunks under Megatron's checkpoint names, unwrapped."""
     chunks = unwrap_model(model)
     return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
 

@@ -36,13 +36,12 @@ if TYPE_CHECKING:
 
 
 class Conditions:
-    """Those of one rank, in force while its context lasts."""
+    """Emulated conditions of one rank, active within its context."""
 
     def __init__(
         self, args: argparse.Namespace, world_size: int, stack: contextlib.ExitStack, late: LateRank | None = None
     ) -> None:
-        """`late`: what is late in this rank. Raises TrainingArgumentsError, or what the parts raise for what is given
-        wrongly."""
+        """`late`: delays of this rank. Raises TrainingArgumentsError, and what the parts raise for invalid settings."""
         self._stages = args.pipeline_model_parallel_size
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         story = (
@@ -78,13 +77,13 @@ class Conditions:
             for watcher in (self._links, soak, self._pauses, self._speed, late, self._deaths, arrivals, holds)
             if watcher is not None
         ]
-        """To be told the number of each training iteration (from 0) when it begins."""
+        """Called with the number of each training iteration (from 0) when it begins."""
         self._lateness_s: list[float] = []
         if self._compute is not None:
             self.watchers.append(self._note_lateness)
 
     def decorate(self, computation: StageComputation, stage: int) -> StageComputation:
-        """What `stage` (this rank's) computes, under these conditions."""
+        """Return the computation of `stage` (this rank's) under these conditions."""
         if self._compute is not None:
             computation = self._compute.decorate(computation)
         if self._late is not None:
@@ -92,7 +91,7 @@ class Conditions:
         return self._deaths.decorate(self._pauses.decorate(computation))
 
     def report(self, result: TrainingResult) -> None:
-        """Write down what was in force: the proof that it was."""
+        """Record what was active in `result`, as proof."""
         if self._links is not None:
             result.links_struck = {f"{a}>{b}": count for (a, b), count in self._links.struck_on_either.items()}
             if self._late is not None:
@@ -105,7 +104,7 @@ class Conditions:
         result.pauses, result.iterations_slowed = self._pauses.made, self._speed.slowed
 
     def _note_lateness(self, iteration: int) -> None:
-        """Note how late operations of the iteration before ended."""
+        """Record the lateness of the previous iteration's operations."""
         assert self._compute is not None
         self._lateness_s.append(self._compute.take_lateness_s())
 
@@ -144,9 +143,9 @@ class Conditions:
 
 
 def faults_of_pipeline(faults: Sequence[LinkFault], pipeline: int, *, stages: int, pipelines: int) -> list[LinkFault]:
-    """Those that strike `pipeline`, named by its first global rank.
+    """Return the faults of `pipeline`, named by its first global rank.
 
-    Raises TrainingArgumentsError if any of `faults` is of a stage or a pipeline that there is not.
+    Raises TrainingArgumentsError if any of `faults` names an unknown stage or pipeline.
     """
     for fault in faults:
         link = f"link {fault.source}>{fault.target}"
@@ -162,14 +161,16 @@ def faults_of_pipeline(faults: Sequence[LinkFault], pipeline: int, *, stages: in
 
 @contextlib.contextmanager
 def emulate_conditions(args: argparse.Namespace, world_size: int, late: LateRank | None = None) -> Iterator[Conditions]:
-    """What `args` ask for, of `world_size` ranks. Process groups must be set up. `late`: of `late_rank`."""
+    """Make the conditions that `args` ask for. Process groups must be set up. `late`: of `late_rank`."""
     with contextlib.ExitStack() as stack:
         yield Conditions(args, world_size, stack, late)
 
 
 def late_rank(args: argparse.Namespace) -> LateRank | None:
-    """What is late in this rank, to be entered before process groups are made; None where deaths strike nothing that
-    could be. Raises EmulationError for what is given wrongly."""
+    """Make the delays of this rank, to be entered before process groups are made; None if `args` ask for none.
+
+    Raises EmulationError for invalid settings.
+    """
     from adaptra_megatron.config import config_from_arguments
 
     late = [parse_lateness(text) for text in args.emulate_late]

@@ -47,10 +47,10 @@ class GatheringAttention(DotProductAttention):  # type: ignore[misc]
 
 
 def _positions(length: int, rank: int, size: int, device: Any = None) -> torch.Tensor:
-    """Positions that `rank` of `size` holds of a sequence, [length / size], int64.
+    """Return the positions that `rank` of `size` holds of a sequence, [length / size], int64.
 
-    As `megatron.core.utils.get_batch_on_this_cp_rank` deals them out: of 2 * size parts one from the front and one from
-    the back, so that causal masks leave all ranks the same work.
+    As `megatron.core.utils.get_batch_on_this_cp_rank`: of 2 * size parts one from the front and one from the back,
+    so that causal masks leave all ranks the same work.
     """
     parts = torch.arange(length, device=device).view(2 * size, -1)
     return torch.cat([parts[rank], parts[2 * size - 1 - rank]])

@@ -15,26 +15,26 @@ VOCABULARY = 257
 
 
 class ByteTokenizer:
-    """What Megatron's datasets ask of a tokenizer, for tokens that are bytes and one end-of-document token."""
+    """Tokenizer for Megatron's datasets whose tokens are bytes, and one end-of-document token."""
 
     vocab_size = VOCABULARY
     eod = END_OF_DOCUMENT
     pad = -1
-    """No token: nothing is padded, and byte 0 is a byte."""
+    """Id of the padding token: none, as nothing is padded and 0 is a byte."""
     special_tokens_dict: dict[str, int] = {}
     unique_identifiers = {"class": "ByteTokenizer"}
 
     def tokenize(self, text: str) -> list[int]:
-        """The UTF-8 bytes of `text`."""
+        """Return the UTF-8 bytes of `text`."""
         return list(text.encode())
 
     def detokenize(self, tokens: list[int]) -> str:
-        """The text of `tokens`; end-of-document tokens are left out, broken UTF-8 shows as replacement characters."""
+        """Return the text of `tokens` without end-of-document tokens; invalid UTF-8 becomes replacement characters."""
         return bytes(token for token in tokens if token < BYTES).decode(errors="replace")
 
 
 def standard_library_sources(limit_nbytes: int) -> list[Path]:
-    """Python files of the standard library in sorted order, those that still fit in `limit_nbytes` together.
+    """Return Python files of the standard library, sorted, that fit in `limit_nbytes` together.
 
     The same interpreter version gives the same list on every machine: installed packages and tests are left out.
     """

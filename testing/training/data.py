@@ -28,10 +28,10 @@ class Sequences(Protocol):
 
 
 class MemorisedSequences:
-    """A few random sequences, again and again: learnt within a few iterations, without any file."""
+    """A few random sequences, repeated: learnt within a few iterations, without any file."""
 
     def __init__(self, *, seq_length: int, samples: int, seed: int, distinct: int = 32, padded: bool = False) -> None:
-        """`padded`: each ends early, at a token of its own; what follows has no loss."""
+        """`padded`: each sequence ends early, at its own token; the rest has no loss."""
         generator = torch.Generator().manual_seed(seed)
         self._tokens = torch.randint(0, VOCABULARY, (distinct, seq_length + 1), generator=generator)
         self._samples = samples
@@ -93,7 +93,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Sequences, Sequences]:
 
 
 def _check_split(prefix: str, split: str, shares: Sequence[tuple[float, float] | None]) -> None:
-    """Megatron 0.16.1 loops for ever over a part that holds no document."""
+    """Raise DataError for a part of --split without a document, over which Megatron 0.16.1 loops for ever."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     documents = len(IndexedDataset(prefix).document_indices) - 1

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 STEP, LARGEST = 2.0**-14, 4.0
-"""In units of the number of replicas, by which DistributedDataParallel divides before it adds up. A sum of 2 ** 24 *
-STEP / LARGEST = 256 micro-batches is exact."""
+"""Step and limit of gradients, in units of the number of replicas, by which DistributedDataParallel divides before
+adding. A sum of 2 ** 24 * STEP / LARGEST = 256 micro-batches is exact."""
 
 
 class ExactGradient(torch.Tensor):
-    """A parameter's accumulated gradient, which rounds what is added to it."""
+    """Accumulated gradient of a parameter that rounds each added gradient."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     step: float
@@ -33,10 +33,10 @@ class ExactGradient(torch.Tensor):
 
 
 def make_sums_exact(model: Sequence[Any], replicas: int) -> None:
-    """Round the gradients of `model`, chunks wrapped by DistributedDataParallel, which accumulates in 32 bits.
+    """Round the gradients of `model`, chunks wrapped by DistributedDataParallel, so that 32-bit sums are exact.
 
-    Raises ValueError for numbers of `replicas` by which it does not divide their multiples exactly, the least of which
-    is 7: it multiplies by the inverse, which is rounded.
+    Raises ValueError for `replicas` whose multiples it does not divide exactly, such as 7: it multiplies by the
+    rounded inverse.
     """
     if abs(float(torch.tensor(1.0 / replicas)) * replicas - 1.0) > 2.0**-25:
         raise ValueError(f"sums over {replicas} replicas are not exact in any order: take at most 6, or a power of two")

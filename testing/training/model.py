@@ -93,9 +93,11 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def fuses_weight_gradient(args: argparse.Namespace) -> bool:
-    """Return whether weight gradients are accumulated by apex's extension or, on the CPU, by its stand-in. There only
-    on request, for a preloaded process has the stand-in and a plain one has not, and numbers must not depend on
-    that."""
+    """Return whether weight gradients are accumulated by apex's extension or, on the CPU, by its stand-in.
+
+    On the CPU only on request: a preloaded process has the stand-in and a plain one has not, and results must not
+    depend on that.
+    """
     if not args.gradient_accumulation_fusion:
         return False
     if args.emulate_cpu:
@@ -150,7 +152,7 @@ def _build_chunk(args: argparse.Namespace, config: TransformerConfig, vp_stage: 
 
 
 def _mtp_spec(config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None) -> Any:
-    """Multi-token prediction with `layer`, where this chunk has it."""
+    """Return the multi-token prediction layer for `layer`; None if this chunk has none."""
     if config.mtp_num_layers is None:
         return None
     block = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
@@ -160,13 +162,13 @@ def _mtp_spec(config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int:
-    """The byte vocabulary, filled up as Megatron does."""
+    """Return the size of the byte vocabulary, padded as Megatron does."""
     multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-VOCABULARY // multiple) * multiple
 
 
 def _set_hooks(args: argparse.Namespace, config: TransformerConfig, model: list[DistributedDataParallel]) -> None:
-    """What Megatron's train() sets: lists where the schedule is interleaved, single functions where it is not."""
+    """Set the hooks of Megatron's train(): lists for the interleaved schedule, single functions otherwise."""
 
     def one_or_list(functions: list[Any]) -> Any:
         return functions[0] if len(functions) == 1 else functions
@@ -183,7 +185,7 @@ def _set_hooks(args: argparse.Namespace, config: TransformerConfig, model: list[
 def build_optimizer(
     args: argparse.Namespace, config: TransformerConfig, model: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Adam as Megatron configures it, and the schedule of its learning rate. Sets `config.grad_scale_func`."""
+    """Make Adam and its learning-rate schedule, as Megatron configures them. Sets `config.grad_scale_func`."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

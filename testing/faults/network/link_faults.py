@@ -13,7 +13,7 @@ from adaptra_megatron.transport.link_paths import Path
 
 
 class LinkFaultError(ValueError):
-    """A link fault is given wrongly; the message says what is accepted."""
+    """A link fault is invalid; the message says what is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class LinkFault:
     seed: int = 0
     paths: frozenset[Path] = frozenset({Path.DEVICE})
     share: float = 1.0
-    """Of messages that take longer by `latency_s`, `jitter_s` and `exponential_s`, chosen at random."""
+    """Fraction of messages, chosen at random, that `latency_s`, `jitter_s` and `exponential_s` apply to."""
     pipeline: int | None = None
-    """Which of the job's parallel pipelines, by its first global rank; None: all of them. Only
-    faults of its own pipeline are installed in a rank."""
+    """First global rank of the affected pipeline; None: all pipelines. A rank installs only faults of its own
+    pipeline."""
 
     def __post_init__(self) -> None:
         link = f"link {self.source}>{self.target}"
@@ -69,30 +69,30 @@ class LinkFault:
             raise LinkFaultError(f"{link}: a fault strikes the device path, the host path, or both")
 
     def strikes(self, iteration: int) -> bool:
-        """Return whether it is in force in `iteration`."""
+        """Return whether the fault is active in `iteration`."""
         return self.from_iteration <= iteration and (self.until_iteration is None or iteration < self.until_iteration)
 
     def of_acknowledgements(self) -> LinkFault:
-        """What strikes what carries no content: it takes as long to arrive, occupies nothing and draws nothing."""
+        """Return the fault for acknowledgements: the same latency, without occupancy or random draws."""
         return replace(self, occupancy_s=0.0, bandwidth_bytes_per_s=None, jitter_s=0.0, exponential_s=0.0, share=1.0)
 
     def message_occupancy_s(self, nbytes: int) -> float:
-        """How long a message of `nbytes` occupies the link."""
+        """Return for how many seconds a message of `nbytes` occupies the link."""
         return nbytes / self.bandwidth_bytes_per_s if self.bandwidth_bytes_per_s is not None else self.occupancy_s
 
 
 class LinkClock:
-    """When the messages of one directed pair of ranks arrive. Pure: times are given and returned, nothing is slept."""
+    """Arrival times of messages of one directed pair of ranks. No clock: times are arguments."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
         self._free_s = -math.inf
         self._last_arrival_s = -math.inf
         self.late = 0
-        """Messages so far that have taken longer."""
+        """Number of delayed messages so far."""
 
     def arrival_s(self, now_s: float, nbytes: int, fault: LinkFault | None) -> float:
-        """Arrival time of a message sent at `now_s`; with no fault, the first time at which it overtakes nothing."""
+        """Return the arrival time of a message sent at `now_s`. Without a fault, it still overtakes none."""
         if fault is None:
             self._last_arrival_s = max(self._last_arrival_s, now_s)
             return self._last_arrival_s

@@ -19,21 +19,22 @@ from adaptra_megatron.transport.link_paths import Path as LinkPath
 from testing.faults.network.link_faults import LinkFault
 
 FIRST_TURN = 9
-"""By then a detector has seen what health looks like, and the first plan runs."""
+"""First iteration with a change: by then the detector knows the healthy state, and the first plan runs."""
 TURN_DISTANCE = (8, 12)
-"""Iterations from one turn to the next, at least and at most: enough to find it, to act on it and to see the effect."""
+"""Least and most iterations between changes: enough to detect one, react and see the effect."""
 DISTURBANCE_DISTANCE = 4
-"""A disturbance comes so many iterations after a turn, when the plan for it runs."""
+"""Iterations from a change to a disturbance, when the plan for the change runs."""
 LATENCY_ACTIONS = (2.0, 6.0)
-"""Least and largest latency of a slow link, in mean actions."""
+"""Least and largest latency of a slow link, in mean action times."""
 OCCUPANCY_ACTIONS = (1.5, 3.0)
-"""The same of a link that has lost bandwidth: a message each way takes less than what a stage computes with it."""
+"""Least and largest occupancy of a link with less bandwidth, in mean action times: still less than the computation
+per message."""
 JITTER_ACTIONS = 4.0
-"""Largest jitter of a burst, in mean actions."""
+"""Largest jitter of a burst, in mean action times."""
 COLLECTION_ACTIONS = (5.0, 10.0)
-"""Pause of one stage in the middle of its work, as of a garbage collection."""
+"""Length of a pause of one stage within its work, as of a garbage collection, in mean action times."""
 SAVE_ACTIONS = (20.0, 40.0)
-"""Pause of every stage before an iteration, as while a checkpoint is written."""
+"""Length of a pause of every stage before an iteration, as for a checkpoint, in mean action times."""
 
 
 class Direction(NamedTuple):
@@ -42,7 +43,7 @@ class Direction(NamedTuple):
     source: int
     target: int
     pipeline: int | None = None
-    """By its first global rank."""
+    """First global rank of the pipeline; None: all."""
 
 
 class Turn(NamedTuple):
@@ -51,7 +52,7 @@ class Turn(NamedTuple):
     iteration: int
     direction: Direction
     fault: LinkFault | None
-    """What begins; None: the link has healed."""
+    """The fault that begins; None: the link heals."""
 
     def __str__(self) -> str:
         link = f"{self.direction.source}->{self.direction.target}"
@@ -65,33 +66,34 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """One stage, in all pipelines alike, stands still for a moment. No plan can help against it."""
+    """Pause of one stage, in all pipelines alike. No plan can avoid it."""
 
     iteration: int
     stage: int
     seconds: float
     micro_batch: int | None = None
-    """It happens in this forward; None: before the iteration begins."""
+    """The forward in which it happens; None: before the iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFaultScenario:
-    """What happens in a run of `iterations`."""
+    """All faults of a run of `iterations`."""
 
     iterations: int
     spells: tuple[LinkFault, ...] = ()
-    """Links that are slow for many iterations."""
+    """Faults that last many iterations."""
     bursts: tuple[LinkFault, ...] = ()
-    """Jitter on a healthy link, for one iteration."""
+    """Jitter on a healthy link for one iteration."""
     pauses: tuple[Pause, ...] = ()
 
     @property
     def faults(self) -> tuple[LinkFault, ...]:
-        """All that strikes links."""
+        """All faults of links."""
         return (*self.spells, *self.bursts)
 
     def turns(self) -> tuple[Turn, ...]:
-        """Every lasting change within the run, in order. A spell that follows another on its link has no healing."""
+        """Return every lasting change of a link, in order. A fault that follows another on its link has no recovery
+        before it."""
         begun = {(direction_of(spell), spell.from_iteration) for spell in self.spells}
         found = []
         for spell in self.spells:
@@ -103,16 +105,16 @@ class LinkFaultScenario:
         return tuple(sorted(found, key=lambda turn: (turn.iteration, str(turn))))
 
     def disturbed(self) -> frozenset[int]:
-        """The iterations in which something happens that changes nothing."""
+        """Return the iterations with disturbances that need no reaction."""
         return frozenset([*(burst.from_iteration for burst in self.bursts), *(p.iteration for p in self.pauses)])
 
     def write(self, path: Path) -> None:
-        """As JSON, for `read_story`."""
+        """Write JSON for `read_story`."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1, default=sorted))
 
 
 def read_story(path: Path) -> LinkFaultScenario:
-    """What `LinkFaultScenario.write` wrote. Raises OSError, ValueError or TypeError."""
+    """Read a scenario of `LinkFaultScenario.write`. Raises OSError, ValueError or TypeError."""
     document: dict[str, Any] = json.loads(path.read_text())
     return LinkFaultScenario(
         iterations=document["iterations"],
@@ -159,7 +161,7 @@ class _Author:
         self._stages, self._micro_batches = stages, micro_batches
         self._pipelines: Sequence[int | None] = [None] if pipelines is None else pipelines
         self._slow: dict[Direction, LinkFault] = {}
-        """Under way, as they began."""
+        """Active faults, as they began."""
         self._spells: list[LinkFault] = []
         self._bursts: list[LinkFault] = []
         self._pauses: list[Pause] = []
@@ -179,7 +181,7 @@ class _Author:
         )
 
     def _turn(self, iteration: int) -> None:
-        """All that is slow heals, or moves; or something turns slow, besides what is."""
+        """Heal or move all active faults, or add one."""
         chance = self._random.random()
         heals = bool(self._slow) and (chance < 0.7 or len(self._slow) > self._stages - 2)
         moves = heals and chance < 0.35
@@ -192,7 +194,7 @@ class _Author:
             self._fall(iteration, choice)
 
     def _fall(self, iteration: int, choice: list[Direction]) -> None:
-        """One link turns slow, one way or both; sometimes a second one too."""
+        """Slow down one link, in one or both directions, and sometimes a second one."""
         for _ in range(1 if self._random.random() < 0.75 else 2):
             if not choice:
                 return
@@ -253,5 +255,5 @@ def _fault(entry: Mapping[str, Any]) -> LinkFault:
 
 
 def direction_of(fault: LinkFault) -> Direction:
-    """What it strikes."""
+    """Return the direction of a fault."""
     return Direction(fault.source, fault.target, fault.pipeline)

@@ -38,7 +38,7 @@ class SlowLinkTimeoutError(RuntimeError):
 
 
 class DelayedWork:
-    """What a delayed isend returns: done when the real send is."""
+    """Handle of a delayed isend; done when the real send is."""
 
     def __init__(self, description: str, timeout_s: float) -> None:
         self._description, self._timeout_s = description, timeout_s
@@ -71,11 +71,11 @@ class DelayedWork:
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What the real send raised."""
+        """Return the exception of the real send."""
         return self._error
 
     def finish(self, error: BaseException | None) -> None:
-        """Declare the real send over."""
+        """Record the end of the real send."""
         self._error = error
         self._done.set()
 
@@ -96,8 +96,8 @@ class _Message:
 
 
 class _Pair:
-    """Messages from this rank to one other: a thread that sends each at its arrival time, and one that waits for the
-    sends in order (an expired or dropped wait of gloo's would break the pair for good)."""
+    """Queue to one peer: a thread sends each message at its arrival time, another waits for the sends in order (an
+    expired or dropped wait would break gloo's pair for good)."""
 
     def __init__(self, name: str, seed: str, timeout_s: float) -> None:
         self.clock = LinkClock(seed)
@@ -178,17 +178,17 @@ class SlowLinks:
 
     @property
     def struck_on_host(self) -> dict[tuple[int, int], int]:
-        """As `struck`, on the host path."""
+        """Number of messages delayed on the host path, as `struck`."""
         return self._host.struck
 
     @property
     def struck_on_either(self) -> dict[tuple[int, int], int]:
-        """As `struck`, on the two paths together."""
+        """Number of messages delayed on either path, as `struck`."""
         return dict(Counter(self.struck) + Counter(self.struck_on_host))
 
     @property
     def late(self) -> int:
-        """Messages of this rank so far that have taken longer, by either path."""
+        """Number of this rank's messages that were delayed, on either path."""
         return sum(pair.clock.late for pair in self._pairs.values()) + self._host.late
 
     def install(self) -> SlowLinks:
@@ -223,7 +223,7 @@ class SlowLinks:
             )
 
     def decorate(self, isend: Callable[..., Any]) -> Callable[..., Any]:
-        """`isend` whose messages over slow links arrive late. Same arguments; returns a work of the same use."""
+        """Return `isend` with delayed messages over slow links: same arguments, and a handle of the same interface."""
 
         @functools.wraps(isend)
         def delayed(
@@ -240,7 +240,7 @@ class SlowLinks:
         return delayed
 
     def decorate_pair(self, pair_send: Callable[..., Any]) -> Callable[..., Any]:
-        """As `decorate`, for `PairGroup.send`."""
+        """Return `PairGroup.send` with delays, as `decorate`."""
 
         @functools.wraps(pair_send)
         def delayed(pair: PairGroup, tensor: torch.Tensor, tag: int) -> Any:

@@ -22,23 +22,23 @@ from adaptra_megatron.transport.device_session.pair_group import PairGroup, Pair
 from testing.replacing import Replaced, Replacement
 
 _UNANSWERED_TAG = (1 << 31) - 2
-"""No message has this tag: receiving it is work as a lost message's, which ends with its group alone."""
+"""Tag of no message: receiving it never completes, as for a lost message, and ends with its group alone."""
 
 Link = tuple[int, int]
-"""Source and target stage."""
+"""(source stage, target stage)."""
 
 
 class Mode(str, enum.Enum):
-    """How a device path dies."""
+    """Kind of a device-path failure."""
 
     SILENT = "silent"
-    """What is sent never arrives, and sending never completes. Strikes at the source."""
+    """Messages never arrive and sends never complete. Installed at the source."""
     ERROR = "error"
-    """Sending and receiving raise RuntimeError, as gloo and NCCL do. Strikes at the end where it is installed."""
+    """Sends and receives raise RuntimeError, as in gloo and NCCL. Affects the end where it is installed."""
 
 
 class Strike(NamedTuple):
-    """The first message that a fault struck."""
+    """First message that a fault affected."""
 
     link: Link
     mode: Mode
@@ -51,7 +51,7 @@ class _Fault:
     mode: Mode
     duration_s: float
     until_s: float | None = None
-    """None while nothing has been struck."""
+    """End of the fault; None until it has affected a message."""
 
 
 class PathFaults:
@@ -60,22 +60,22 @@ class PathFaults:
     def __init__(self, stage_of_rank: Callable[[int], int] = lambda rank: rank) -> None:
         """`stage_of_rank`: pipeline stage of a global rank; the identity to name ranks instead of stages."""
         self.begun: list[Strike] = []
-        """Faults that have struck at least one message."""
+        """Faults that have affected a message."""
         self.struck: dict[Mode, int] = dict.fromkeys(Mode, 0)
-        """Messages swallowed, and calls that raised."""
+        """Messages swallowed and calls that raised, by mode."""
         self._stage_of_rank = stage_of_rank
         self._faults: dict[Link, _Fault] = {}
         self._lock = threading.Lock()
         self._replaced: Replaced | None = None
 
     def arm(self, link: Link, mode: Mode, duration_s: float) -> None:
-        """The device path of `link` dies at the next message, for `duration_s`. Replaces what was armed before."""
+        """Fail the device path of `link` from the next message on, for `duration_s`. Replaces a pending fault."""
         with self._lock:
             self._faults[link] = _Fault(mode, duration_s)
 
     @property
     def armed(self) -> int:
-        """Faults that have struck nothing yet."""
+        """Faults that have affected no message yet."""
         with self._lock:
             return sum(fault.until_s is None for fault in self._faults.values())
 
@@ -121,7 +121,7 @@ class PathFaults:
         return faulty
 
     def _strikes(self, pair: PairGroup, modes: tuple[Mode, ...]) -> Mode | None:
-        """How the call that is about to be made is struck, if it is; counts it."""
+        """Return how the next call fails, if it does; counts it."""
         link = (self._stage_of_rank(pair.ends.source), self._stage_of_rank(pair.ends.target))
         now_s = time.monotonic()
         with self._lock:

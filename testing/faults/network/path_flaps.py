@@ -17,15 +17,15 @@ from testing.replacing import Replaced, Replacement
 
 
 class PathFlaps:
-    """Every few messages, what this process sends over a link is to take the other path. A context manager.
+    """Makes sent messages of each link change path every few messages. A context manager.
 
-    Needs no cooperation of the peer, as a planner's decision would not.
+    The peer is not involved, unlike in a planner's decision.
     """
 
     def __init__(self, seed: str, most_messages: int = 5) -> None:
-        """`most_messages`: between two changes of one link; how many each time is random."""
+        """`most_messages`: upper limit of messages between two changes of a link, which is random."""
         self.flaps = 0
-        """Changes asked for so far."""
+        """Number of changes requested so far."""
         self._random = random.Random(seed)
         self._most_messages = most_messages
         self._left: dict[DualLink, int] = {}

@@ -23,11 +23,11 @@ from testing.faults.network.slow_ring import SlowRing
 from testing.replacing import Replaced, Replacement
 
 Link = tuple[int, int]
-"""Source and target stage."""
+"""(source stage, target stage)."""
 
 
 class _SlowEnd:
-    """What this rank sends over one directed link by the host path, through the rings of all its sessions."""
+    """Host path of one directed link at its sender, over the rings of all its sessions."""
 
     def __init__(self, link: Link, name: str, faults: Sequence[LinkFault]) -> None:
         self.link, self.struck = link, 0
@@ -40,7 +40,7 @@ class _SlowEnd:
 
     @property
     def late(self) -> int:
-        """Messages so far that have taken longer."""
+        """Number of delayed messages so far."""
         return self._clock.late
 
     def slow(self, ring: Ring) -> SlowRing:
@@ -54,7 +54,7 @@ class _SlowEnd:
         self._iteration = iteration
 
     def heal(self) -> None:
-        """What is on its way arrives when it is due; what is sent from now on is not late, and does not overtake it."""
+        """End the delay: messages in flight arrive when due, later ones at once but not before those."""
         self._healed = True
 
     def _due_s(self, nbytes: int | None) -> float:
@@ -70,7 +70,7 @@ class _SlowEnd:
 
 
 class SlowHostPaths:
-    """The host paths that `faults` strike, of transports made between `install()` and `close()`."""
+    """Delays `faults` on the host paths of transports made between `install()` and `close()`."""
 
     def __init__(self, faults: Sequence[LinkFault], stage_of_rank: Callable[[int], int] = lambda rank: rank) -> None:
         """`stage_of_rank`: pipeline stage of a global rank; the identity to name ranks in the faults instead."""
@@ -91,7 +91,7 @@ class SlowHostPaths:
 
     @property
     def late(self) -> int:
-        """Messages of this rank so far that have taken longer."""
+        """Number of this rank's messages that were delayed."""
         return sum(end.late for end in self._ends)
 
     def set_iteration(self, iteration: int) -> None:

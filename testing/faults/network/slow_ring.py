@@ -20,9 +20,9 @@ from adaptra_megatron.transport._ring import Description, Ring, RingError
 from testing.faults.precise_sleep import sleep_until
 
 CLOSING_S = 2.0
-"""How long closing waits for what is still on its way."""
+"""Longest wait of closing for messages in flight."""
 PATIENCE_S = 1.0
-"""How long one attempt to write into a full ring lasts before the ring is looked at again."""
+"""Longest attempt to write into a full ring before it is checked again."""
 
 DueTime = Callable[[int | None], float]
 """When a message of this many bytes, or an acknowledgement (None), that is written now arrives: seconds of
@@ -33,7 +33,7 @@ DueTime = Callable[[int | None], float]
 class _Delayed:
     due_s: float
     write: Callable[[float], None]
-    """To be called with a deadline; raises TimeoutError or RingError."""
+    """Write function(deadline); raises TimeoutError or RingError."""
 
 
 class SlowRing:
@@ -95,8 +95,8 @@ class SlowRing:
         self._queue.put(None)
 
     def _passes(self, due_s: float) -> bool:
-        """Return whether to write at once: nothing is before it, and it is not late. A closed ring is to say so
-        itself."""
+        """Return whether to write at once: nothing is queued, and the message is not delayed; also if the ring is
+        closed."""
         with self._lock:
             return self._ring.closed or (not self._unwritten and due_s <= time.monotonic())
 

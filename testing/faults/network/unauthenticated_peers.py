@@ -51,7 +51,7 @@ def _knock(family: int, address: tuple[str, int] | str, *, rubbish: bool) -> soc
 
 
 def _leave(peer: socket.socket) -> bool:
-    """Return whether it was answered."""
+    """Return whether the connection got a challenge."""
     with peer, contextlib.suppress(OSError):
         return len(peer.recv(CHALLENGE_NBYTES)) == CHALLENGE_NBYTES
     return False
