@@ -16,7 +16,6 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS
 from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.ir import Placement, Schedule, ScheduleError
-from adaptra_megatron.schedule.jobs.job_costs import job_costs_from_json, worst_costs
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.gpu.hardware_queues import QUEUE_MODELS
@@ -487,6 +486,8 @@ def read_costs(path: Path, *, stages: int | None = None, chunks: int | None = No
 
     Raises ConfigError if it cannot be read, says something impossible, or is for another pipeline.
     """
+    from adaptra_megatron.schedule.jobs.job_costs import job_costs_from_json, worst_costs
+
     try:
         document = json.loads(_read_text("--adaptra-costs", path))
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits are no JSONDecodeError

@@ -29,7 +29,7 @@ from adaptra_megatron.config import AdaptraConfig
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
-    from adaptra_megatron.engine.features import Decorate
+    from adaptra_megatron.engine.features import Decorate, MakeHooks
     from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 logger = logger_of(__name__)
@@ -46,9 +46,14 @@ _MARK = "adaptra_applied"
 class AppliedPatches:
     """Patches in force: what was there before, and how to put it back."""
 
-    def __init__(self, config: AdaptraConfig, runtime: AdaptraRuntime | None, decorate: Decorate | None = None) -> None:
-        self.config = config
-        self.decorate = decorate
+    def __init__(
+        self,
+        config: AdaptraConfig,
+        runtime: AdaptraRuntime | None,
+        decorate: Decorate | None = None,
+        hooks: Sequence[MakeHooks] = (),
+    ) -> None:
+        self.config, self.decorate, self.hooks = config, decorate, tuple(hooks)
         self.runtime = runtime
         """None under policy off, which changes nothing."""
         self._replaced: list[tuple[Patch, Any, str, Any, Any]] = []
@@ -103,13 +108,17 @@ def _importers(owner: Any, name: str, value: Any) -> list[ModuleType]:
 
 
 def enable(
-    config: AdaptraConfig, *, decorate: Decorate | None = None, groups: FaultTolerantGroups | None = None
+    config: AdaptraConfig,
+    *,
+    decorate: Decorate | None = None,
+    groups: FaultTolerantGroups | None = None,
+    hooks: Sequence[MakeHooks] = (),
 ) -> AppliedPatches:
     """Patch Megatron for `config`; the result's `undo()` puts everything back.
 
     All patches are applied or none, but for those of modules of Megatron-LM that a script does not use. Enabling again
-    with the same settings returns the patches in force; with other settings it raises PatchError. `decorate` and
-    `groups` are passed to `AdaptraRuntime`; None: this makes them. Raises PatchError for a torch that is too old, for a
+    with the same settings returns the patches in force; with other settings it raises PatchError. `decorate`,
+    `groups` and `hooks` are passed to `AdaptraRuntime`. Raises PatchError for a torch that is too old, for a
     megatron-core outside the versions of the table or whose functions are not the expected ones.
     """
     if config.policy == "off":
@@ -124,7 +133,7 @@ def enable(
     check_versions((*PATCHES, *optional))
     before = in_force()
     if before is not None:
-        if (before.config, before.decorate) != (config, decorate):
+        if (before.config, before.decorate, before.hooks) != (config, decorate, tuple(hooks)):
             raise PatchError("--adaptra is in force already with other settings; undo() those patches first")
         return before
 
@@ -133,9 +142,8 @@ def enable(
     from adaptra_megatron.engine.runtime import AdaptraRuntime
     from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
-    applied = AppliedPatches(
-        config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate, groups=groups), decorate
-    )
+    runtime = AdaptraRuntime(config, WeightGradientQueue(layers), decorate, groups=groups, hooks=hooks)
+    applied = AppliedPatches(config, runtime, decorate, hooks)
     try:
         for patch in (*PATCHES, *TRAINING_PATCHES, *optional):
             if patch.has_target:

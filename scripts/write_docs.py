@@ -9,6 +9,7 @@ scripts/write_docs.py --check   exit status 1, and the names of those that are o
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from reference_docs import cli_page, environment_page, messages_page, refusals_p
 
 from adaptra_megatron.config import add_adaptra_arguments
 from adaptra_megatron.engine.bootstrap import HOOKS
+from adaptra_megatron.engine.iteration_hooks import IterationHooks
 from adaptra_megatron.schedule.order_registry import SCHEDULES
 from adaptra_megatron.telemetry.figures.exported import METRICS
 
@@ -179,7 +181,43 @@ replica alone, whose plans and findings they are about. What is not known or not
 """
 
 
+HOOKS_HEAD = """# Hooks
+
+Made by `scripts/write_docs.py` from `adaptra_megatron.engine.iteration_hooks.IterationHooks` and an example, which a
+test runs. Rerouting, recovery, staggered steps, synchronisation modes, the straggler watch and profiling are such
+hooks: the engine calls their methods and names none of them, and `adaptra_megatron.engine.features.make_features`
+imports those that a flag asks for. A feature that lives as long as the process is an
+`adaptra_megatron.engine.iteration_hooks.EngineFeature`. Hooks of your own come after all others, so that what they
+wrap is outermost. Each method does nothing, or returns what it is given, unless you override it.
+"""
+
+
+def hooks_page() -> str:
+    """docs/hooks.md."""
+    rows = []
+    for name, method in inspect.getmembers(IterationHooks, inspect.isfunction):
+        if not name.startswith("_"):
+            given = ", ".join(f"`{each}`" for each in list(inspect.signature(method).parameters)[1:])
+            rows.append(
+                (method.__code__.co_firstlineno, f"`{name}`", given, (inspect.getdoc(method) or "").replace("\n", " "))
+            )
+    table = markdown_table(("method", "is given", "is to"), [row[1:] for row in sorted(rows)])
+    example = (REPOSITORY / "examples" / "slowest_action.py").read_text()
+    return f"""{HOOKS_HEAD}
+`self.pipeline` is this rank's `adaptra_megatron.engine.pipeline.Pipeline`: its `job`, `transport`, `book` of plans,
+`exchange`, `telemetry` and counters.
+
+{table}
+
+`examples/slowest_action.py`:
+
+```python
+{example}```
+"""
+
+
 FILES = {
+    "docs/hooks.md": hooks_page,
     "docs/patches.md": patches_page,
     "docs/flags.md": flags_page,
     "docs/schedules.md": schedules_page,

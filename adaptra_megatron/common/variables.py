@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables that turn us on and off."""
+"""The environment variables that turn us on and off, and the one of ranks that are started again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ ON_VARIABLE = "ADAPTRA"
 """Environment variable that is --adaptra, unless it is empty or 0, for every process that inherits it."""
 FLAGS_VARIABLE = "ADAPTRA_ARGS"
 """Environment variable with further --adaptra flags, unless ADAPTRA is 0; the command line's come after them."""
+START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
+"""How often the launcher has started this rank again; unset in the first process of a rank."""
 
 
 def is_set(variable: str, default: str = "0") -> bool:

@@ -33,8 +33,9 @@ from adaptra_megatron.control.order.cost_estimates import InUse, estimate_costs,
 from adaptra_megatron.control.order.memory_caps import MeasuredCaps
 from adaptra_megatron.control.order.plan_book import Caps, PlanState
 from adaptra_megatron.control.order.replanner import Replanner, describe
-from adaptra_megatron.control.path_decider import PathDecider, PathPolicy
-from adaptra_megatron.control.routes.route_decider import LiveCellDecider, RouteDecider, RoutePolicy
+from adaptra_megatron.control.path_decider import PathDecider
+from adaptra_megatron.control.planner_process.planner_messages import PathPolicy, RoutePolicy
+from adaptra_megatron.control.routes.route_decider import LiveCellDecider, RouteDecider
 from adaptra_megatron.schedule.costs import Costs, costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule

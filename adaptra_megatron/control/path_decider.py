@@ -15,6 +15,7 @@ from adaptra_megatron.control.detector.link_findings import Estimates, LinkEstim
 from adaptra_megatron.control.detector.samples import IterationSample, LinkId
 from adaptra_megatron.control.measurements import StageMeasurement, iteration_s
 from adaptra_megatron.control.order.cost_estimates import InUse
+from adaptra_megatron.control.planner_process.planner_messages import PathPolicy
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.telemetry.events.events import PathChosen
 from adaptra_megatron.transport.link_paths import Path, PathSettings
@@ -166,16 +167,6 @@ def _compared(costs_s: Mapping[Path, float]) -> str:
 
 
 logger = logger_of(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PathPolicy:
-    """Settings of the choice between the two paths of each link."""
-
-    preferred: Path
-    device_blocks: bool = False
-    rendezvous: bool = False
-    """See `path_choice.Setting` for both."""
 
 
 class PathDecider:

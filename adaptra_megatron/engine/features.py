@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from adaptra_megatron.common.job.membership import START_VARIABLE
+from adaptra_megatron.common.variables import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
 
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
     from adaptra_megatron.engine.pipeline import Pipeline
     from adaptra_megatron.engine.training_job import Job
     from adaptra_megatron.megatron.computation import StageComputation
+    from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
+    from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
     from adaptra_megatron.megatron.megatron_call import PipelineCall
     from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 
 Decorate = Callable[["StageComputation", int], "StageComputation"]
+MakeHooks = Callable[["Pipeline"], IterationHooks]
+"""Makes hooks for a new pipeline: a class of them."""
 
 
 class GuardedOrder(IterationHooks):
@@ -88,10 +93,52 @@ class EndedJob(IterationHooks):
         self._ending.wait()
 
 
+class SplitEngineLayers(EngineFeature):
+    """Layers of Transformer Engine, where that is there, whose backwards can be split."""
+
+    def __init__(self, queue: WeightGradientQueue) -> None:
+        super().__init__()
+        self._queue = queue
+        self._restores: list[Callable[[], None]] = []
+
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
+        """See EngineFeature."""
+        if "transformer_engine" not in sys.modules:
+            return IterationHooks(pipeline)
+        from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
+
+        layers = EngineLayers(self._queue)
+        self._restores.append(layers.restore)
+        return SplitBackwards(pipeline, layers)
+
+    def close(self) -> None:
+        """See EngineFeature."""
+        for restore in self._restores:
+            restore()
+        self._restores.clear()
+
+
+class SplitBackwards(IterationHooks):
+    """Splits the layers of a pipeline's model."""
+
+    def __init__(self, pipeline: Pipeline, layers: EngineLayers) -> None:
+        super().__init__(pipeline)
+        self._layers = layers
+
+    def made(self, call: PipelineCall) -> None:
+        """See IterationHooks."""
+        self._layers.split(call.model_chunks, call.config)
+
+
 def make_features(
-    config: AdaptraConfig, decorate: Decorate | None = None, groups: FaultTolerantGroups | None = None
+    config: AdaptraConfig,
+    queue: WeightGradientQueue,
+    decorate: Decorate | None = None,
+    groups: FaultTolerantGroups | None = None,
+    hooks: Sequence[MakeHooks] = (),
 ) -> list[EngineFeature]:
-    """Return the features that `config` asks for. `decorate`: see `Decorated`. `groups`: see `FaultTolerance`.
+    """Return the features that `config` asks for, and last those of the user's own `hooks`. `decorate`: see
+    `Decorated`. `groups`: see `FaultTolerance`.
 
     Raises UnrecoverableError in a process that has been started again and cannot take part.
     """
@@ -110,7 +157,7 @@ def make_features(
             from adaptra_megatron.elastic.live_groups import refuse_newcomer
 
             refuse_newcomer(config.reroute)
-    features.append(EngineFeature(GuardedOrder))
+    features += [SplitEngineLayers(queue), EngineFeature(GuardedOrder)]
     if decorate is not None:
         features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))
     if config.profile_ranges:
@@ -135,7 +182,7 @@ def make_features(
         from adaptra_megatron.engine.update_features import PartialUpdates
 
         features.append(PartialUpdates(config))
-    return features
+    return [*features, *map(EngineFeature, hooks)]
 
 
 def _has_nemo_lens() -> bool:

@@ -45,8 +45,9 @@ class IterationHooks:
     """One feature's part in the iterations of one pipeline, on one rank. Lives as long as the pipeline.
 
     Methods do nothing, or return what they are given, unless a feature overrides them. Features are called in the order
-    of their list, so that the wrapper of the last one is outermost. There are more methods than stages of an iteration:
-    what wraps a value and what surrounds a step have one each, so that the engine asks no feature whether it is there.
+    of their list, so that the wrapper of the last one is outermost. What wraps a value and what surrounds a step have a
+    method each, so that the engine asks no feature whether it is there. Work is chosen, not a schedule: routed work is
+    that of one rank, and no schedule of its pipeline.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:

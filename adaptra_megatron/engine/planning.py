@@ -14,10 +14,8 @@ from adaptra_megatron.control.control_loop import exchange_place
 from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings, SharedRequests
 from adaptra_megatron.control.order.plan_book import PlanState
-from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
-from adaptra_megatron.control.planner_process.planner_messages import Begin
-from adaptra_megatron.control.routes.route_decider import RoutePolicy
+from adaptra_megatron.control.planner_process.planner_messages import Begin, PathPolicy, RoutePolicy
 from adaptra_megatron.engine.listening import listen_for
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry

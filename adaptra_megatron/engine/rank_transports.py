@@ -11,7 +11,7 @@ import torch
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.path_decider import PathPolicy
+from adaptra_megatron.control.planner_process.planner_messages import PathPolicy
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
@@ -25,8 +25,6 @@ from adaptra_megatron.transport.message_keys import Transport, TransportError, T
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path
 from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bind, fastest_rnic_gbit_per_s, rank_rnics
-from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
-from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
 
 if TYPE_CHECKING:
     from adaptra_megatron.megatron.megatron_call import PipelineCall
@@ -79,7 +77,11 @@ def make_transport(
         raise TransportError(f"{blocked}. Use --adaptra-host-transport auto: messages then go by the host path alone")
     links, layout = maker.links(), rendezvous.layout
     if device is None:
+        from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
+
         return WaitingThreadTransport(layout.rank, links, chunks, timeout_s, layout.name)
+    from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
+
     return StreamTransport(layout.rank, links, device, clock, watch, timeout_s, name=layout.name)
 
 

@@ -7,7 +7,7 @@ import atexit
 import functools
 import gc
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,14 +20,13 @@ from adaptra_megatron.common.log import is_first_rank, logger_of
 from adaptra_megatron.common.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.stage_memory import MemorySource
-from adaptra_megatron.engine.features import Decorate, make_features
+from adaptra_megatron.engine.features import Decorate, MakeHooks, make_features
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature
 from adaptra_megatron.engine.pipeline import Pipeline
 from adaptra_megatron.engine.rank_transports import keeps_stock
 from adaptra_megatron.engine.single_stage import ONE_STAGE, SingleStage
 from adaptra_megatron.megatron.computation import MegatronComputation, StageComputation, stock_inputs
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
 from adaptra_megatron.megatron.megatron_call import PipelineCall, config_of, pipeline_call
 from adaptra_megatron.megatron.megatron_iteration import (
     finish_gradients,
@@ -69,8 +68,10 @@ class AdaptraRuntime:
         decorate: Decorate | None = None,
         memory: MemorySource | None = None,
         groups: FaultTolerantGroups | None = None,
+        hooks: Sequence[MakeHooks] = (),
     ) -> None:
-        """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation).
+        """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation). `hooks`: of the
+        user, called outside of all others.
 
         `memory`: who tells what is allocated, where that is not the device Megatron computes on. `groups`: Megatron's,
         where training survives rank failures.
@@ -83,8 +84,7 @@ class AdaptraRuntime:
         """True while actions of an iteration run."""
         self._config = config
         self.weight_gradients = queue
-        self._engine_layers = EngineLayers(queue)
-        self._features = make_features(config, decorate, groups)
+        self._features = make_features(config, queue, decorate, groups, hooks)
         self._memory = memory
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         self._single: SingleStage | None = None
@@ -267,7 +267,6 @@ class AdaptraRuntime:
         atexit.unregister(self._close_at_exit)
         if not self._owner.is_this:
             return True
-        self._engine_layers.restore()
         if self._single is not None:
             self._single.close()
         for each in self._features:
@@ -317,7 +316,6 @@ class AdaptraRuntime:
     def _keep(self, pipeline: Pipeline, call: PipelineCall) -> None:
         self._pipelines[_identity(call)] = pipeline
         self.weight_gradients.leave_whole(call.model_chunks)
-        self._engine_layers.split(call.model_chunks, call.config)
         if self._config.policy == "adapt":
             _warn_of_other_draws(call)
 

@@ -17,7 +17,7 @@ from adaptra_megatron.control.decisions import Decision, LinkName, Paths
 from adaptra_megatron.control.leader import DecisionEngine
 from adaptra_megatron.control.measurements import BrokenPath, StageMeasurement, stage_measurement
 from adaptra_megatron.control.order.plan_book import Layout, PlanState
-from adaptra_megatron.control.path_decider import PathPolicy
+from adaptra_megatron.control.planner_process.planner_messages import PathPolicy
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord

@@ -13,6 +13,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine import rank_transports as transports
 from adaptra_megatron.engine.rank_transports import BLOCKING_VARIABLES, ORDER_VARIABLE, make_transport
 from adaptra_megatron.transport.message_keys import TransportError
+from adaptra_megatron.transport.single_path import nccl_transport
 
 GPU = torch.device("cuda", 0)
 
@@ -44,7 +45,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     maker = SimpleNamespace(connect=lambda wrap: None, links=dict)
     monkeypatch.setattr(transports, "LinkMaker", lambda rendezvous, gpu: maker)
     monkeypatch.setattr(transports, "agree_on_host_path", agree)
-    monkeypatch.setattr(transports, "StreamTransport", lambda *_, **__: found.append(("one path", maker)))
+    monkeypatch.setattr(nccl_transport, "StreamTransport", lambda *_, **__: found.append(("one path", maker)))
     monkeypatch.setattr("adaptra_megatron.transport.dual_path.host_transport.HostTransport", two_paths)
     for name in (*BLOCKING_VARIABLES, ORDER_VARIABLE):
         monkeypatch.delenv(name, raising=False)

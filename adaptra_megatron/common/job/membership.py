@@ -27,9 +27,8 @@ from torch.distributed import DistStoreError
 from adaptra_megatron.common.authentication.sealed_store import SealedStore
 from adaptra_megatron.common.job.control_store import job_secret
 from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
+from adaptra_megatron.common.variables import START_VARIABLE as START_VARIABLE
 
-START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
-"""How often the launcher has started this rank again; unset in the first process of a rank."""
 _MOST_NBYTES = 1 << 22
 """torch's TCPStore carries 8 MiB."""
 _KEPT_EPOCHS = 256

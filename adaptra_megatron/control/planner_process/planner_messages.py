@@ -7,12 +7,38 @@ listens to the ranks that follow. No torch here: the planner process imports thi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.common.typed_messages import TaggedMessage
 from adaptra_megatron.control.beside.beside_process import Line, SidecarMessages
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.order.plan_book import Layout
-from adaptra_megatron.control.path_decider import PathPolicy
-from adaptra_megatron.control.routes.route_decider import RoutePolicy
+from adaptra_megatron.transport.link_paths import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathPolicy:
+    """Settings of the choice between the two paths of each link."""
+
+    preferred: Path
+    device_blocks: bool = False
+    rendezvous: bool = False
+    """See `path_decider.Setting` for both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutePolicy:
+    """Replicas that routes join."""
+
+    pipelines: tuple[tuple[int, ...], ...]
+    """First ranks of the pipelines of each replica: one for each lane."""
+    pinned: tuple[int, ...] = ()
+    """Stages whose micro-batches cannot be routed."""
+    dead: tuple[Cell, ...] = ()
+    """Cells that take no work, round which all routes lead."""
+    avoids_slow: bool = True
+    """True: routes lead round slow cells, too."""
 
 
 class Begin(TaggedMessage, tag="begin", frozen=True, kw_only=True):

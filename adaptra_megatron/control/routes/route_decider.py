@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.common.log import logger_of
@@ -17,6 +16,7 @@ from adaptra_megatron.control.detector.link_findings import Estimates
 from adaptra_megatron.control.detector.samples import IterationSample, LinkId, StageId
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.order.replanner import material_change
+from adaptra_megatron.control.planner_process.planner_messages import RoutePolicy
 from adaptra_megatron.control.routes.cell_order import cell_orders, moved_by, schedule_of
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.routing import routed_plans as plans
@@ -115,20 +115,6 @@ CHANGED = 1.08
 """Routes are planned anew for a cell that takes so many times as long as they were planned for, or as much less."""
 LEAST_GAIN = 0.05
 """Share of an iteration that other routes have to save."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutePolicy:
-    """Replicas that routes join."""
-
-    pipelines: tuple[tuple[int, ...], ...]
-    """First ranks of the pipelines of each replica: one for each lane."""
-    pinned: tuple[int, ...] = ()
-    """Stages whose micro-batches cannot be routed."""
-    dead: tuple[Cell, ...] = ()
-    """Cells that take no work, round which all routes lead."""
-    avoids_slow: bool = True
-    """True: routes lead round slow cells, too."""
 
 
 class RouteDecider:

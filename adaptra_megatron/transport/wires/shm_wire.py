@@ -15,8 +15,6 @@ from adaptra_megatron.common.authentication.handshake import receive_descriptor,
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.wires.wire import Traffic
 
-LANES = 1
-
 
 class ShmWire:
     """Wire over a ring that both training processes map."""

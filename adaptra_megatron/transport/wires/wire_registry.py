@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All wires, by the names that --adaptra-host-transport has for them. A new one is a module, and a row here."""
+"""All wires, by the names that --adaptra-host-transport has for them. A new one is a module, and a row here.
+
+Its module is imported by the delegate, which makes sessions, and not by training processes."""
 
 from __future__ import annotations
 
@@ -8,9 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.wires import shm_wire as shm
-from adaptra_megatron.transport.wires import tcp_wire as tcp
-from adaptra_megatron.transport.wires.verbs import verbs_wire as verbs
 from adaptra_megatron.transport.wires.wire import Wire
 
 
@@ -48,29 +47,35 @@ class WireKind:
 
 
 def _shm(request: WireRequest) -> Wire:
-    return shm.ShmWire(request.rings[0], request.handshake_s)
+    from adaptra_megatron.transport.wires.shm_wire import ShmWire
+
+    return ShmWire(request.rings[0], request.handshake_s)
 
 
 def _tcp(request: WireRequest) -> Wire:
+    from adaptra_megatron.transport.wires.tcp_wire import TcpWire
+
     outbound, inbound = request.rings
-    return tcp.TcpWire(outbound, inbound, max_message_nbytes=request.max_message_nbytes, stall_s=request.stall_s)
+    return TcpWire(outbound, inbound, max_message_nbytes=request.max_message_nbytes, stall_s=request.stall_s)
 
 
 def _verbs(request: WireRequest) -> Wire:
+    from adaptra_megatron.transport.wires.verbs.verbs_wire import VerbsWire
+
     outbound, inbound = request.rings
-    return verbs.VerbsWire(
+    return VerbsWire(
         outbound, inbound, connects=request.connects, devices=request.devices, timeout_s=request.handshake_s
     )
 
 
 WIRES: Mapping[str, WireKind] = {
-    "shm": WireKind(make=_shm, listener="shm", lanes=shm.LANES, shares_rings=True),
+    "shm": WireKind(make=_shm, listener="shm", lanes=1, shares_rings=True),
     "tcp": WireKind(make=_tcp, listener="tcp"),
     "verbs": WireKind(
         make=_verbs,
         listener="tcp",
-        lanes=verbs.LANES,
-        slot_nbytes=verbs.SLOT_NBYTES,
+        lanes=1,
+        slot_nbytes=1 << 20,  # what Python does for each slot, at both ends, takes as long as a large copy
         one_network=False,
         falls_back_to="tcp",
     ),

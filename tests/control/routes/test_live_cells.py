@@ -16,8 +16,9 @@ from adaptra_megatron.control.decisions import RoutingSection
 from adaptra_megatron.control.detector.link_findings import Estimates, StageEstimate, State
 from adaptra_megatron.control.detector.samples import StageId
 from adaptra_megatron.control.measurements import StageMeasurement
+from adaptra_megatron.control.planner_process.planner_messages import RoutePolicy
 from adaptra_megatron.control.routes.cell_order import cell_orders, moved_by, schedule_of
-from adaptra_megatron.control.routes.route_decider import LiveCellDecider, RoutePolicy
+from adaptra_megatron.control.routes.route_decider import LiveCellDecider
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed

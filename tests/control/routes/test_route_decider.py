@@ -14,7 +14,8 @@ from adaptra_megatron.control.decisions import Moved, PackedFigures
 from adaptra_megatron.control.detector.link_findings import Estimates, StageEstimate, State
 from adaptra_megatron.control.detector.samples import StageId
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.routes.route_decider import MOST_SHOWN, RouteDecider, RoutePolicy, cell_figures
+from adaptra_megatron.control.planner_process.planner_messages import RoutePolicy
+from adaptra_megatron.control.routes.route_decider import MOST_SHOWN, RouteDecider, cell_figures
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.schedule.routing.routed_plans import Move
 from adaptra_megatron.telemetry.events.events import RoutesChosen

@@ -99,9 +99,6 @@ class RingWatch(Generic[Item]):
 
 logger = logger_of(__name__)
 
-LANES = 1
-SLOT_NBYTES = 1 << 20
-"""Slot size of the rings: Python's work for a slot, at both ends, takes as long as a large copy."""
 OUTAGE_S = 2.0
 _RECEIVED_AT_ONCE = 1 << 16
 

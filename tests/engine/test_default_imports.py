@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that is given --adaptra and no other flag imports no feature that it does not run, and runs a user's hook."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = str(Path(__file__).with_name("imported_ranks.py"))
+MOST_LINES = 29_000
+"""Of the package, on any rank. May fall; what makes it grow is imported where it is used instead."""
+BY_FLAG = ("engine.fault_tolerance", "engine.rejoining", "engine.rerouting.rerouting", "engine.update_features")
+BY_FLAG += ("engine.measurement.megatron_spans", "elastic.survival", "gradsync.replica_sums")
+BY_FLAG += ("megatron.replica_updates", "megatron.staggered_optimizer", "megatron.state.conservation")
+
+
+@pytest.mark.timeout(180)
+def test_no_feature_is_imported_unasked_and_a_users_hook_runs(start_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = (
+        "--pipeline-model-parallel-size 2 --num-layers 2 --global-batch-size 4 --mock-data --hidden-size 32 "
+        "--no-gradient-accumulation-fusion --seq-length 16 --train-iters 2 --adaptra"
+    )
+    results = start_ranks(4, [PROGRAM, str(tmp_path), *arguments.split()], timeout_s=150.0)
+    for rank, result in enumerate(results):
+        said = re.findall(
+            rf"^iteration (\d+): slowest is [FBIW] of micro-batch \d, stage {rank // 2}, ", result.output, re.M
+        )
+        assert said == ["0", "1"], "the hook of examples/ has seen each iteration once"
+        lines = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert {"adaptra_megatron.engine.pipeline", "adaptra_megatron.transport.dual_path.dual_link"} < lines.keys()
+        assert not {f"adaptra_megatron.{each}" for each in BY_FLAG} & lines.keys()
+        assert sum(lines.values()) <= MOST_LINES, sorted(lines.items(), key=lambda each: -each[1])
