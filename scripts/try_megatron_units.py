@@ -4,20 +4,24 @@
 
     scripts/try_megatron_units.py build/megatron-lm [--only test_schedules.py] [--timeout-s 900]
 
-They are written for 8 GPUs: 8 processes on this package's stand-ins of CUDA run them. A test that does not pass without
-adaptra either needs what CPUs do not have. Exit status 1 if one passes without adaptra only.
+They are written for 8 GPUs: 8 processes on this package's stand-ins of CUDA run them, with Megatron's own layers where
+they ask for Transformer Engine's. A test that does not pass without adaptra either needs what CPUs do not have. Exit
+status 1 if one passes without adaptra only.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
 import tempfile
 import types
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, run_ranks
 
@@ -47,10 +51,47 @@ def run_rank(checkout: Path, file: str, report: str, *, adaptra: bool) -> int:
     # Asked by its conftest before each test; it compares None where Transformer Engine is missing.
     utils = importlib.import_module("megatron.core.utils")
     utils.is_te_min_version = lambda *_, **__: False  # type: ignore[attr-defined]
+    _replace_layers()
+    _end_groups()
     if adaptra:
         importlib.import_module("adaptra_megatron.patches").enable(AdaptraConfig())
     path = f"{report}{os.environ['RANK']}.xml"
-    return pytest.main(["-q", "-p", "no:cacheprovider", f"--junitxml={path}", "-o", "addopts=", str(FOLDER / file)])
+    words = ["-q", "-p", "no:cacheprovider", f"--junitxml={path}", "-o", "addopts=", str(FOLDER / file)]
+    return pytest.main(words)
+
+
+def _replace_layers() -> None:
+    """Have Megatron's specifications of layers be of its own ones."""
+    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    specs.get_gpt_layer_with_transformer_engine_spec = specs.get_gpt_layer_local_spec
+    for name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
+        setattr(specs, name, _of_local_layers(getattr(specs, name)))
+
+
+def _of_local_layers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def specification(*arguments: Any, **keywords: Any) -> Any:
+        return stock(*arguments, **{**keywords, "use_transformer_engine": False})
+
+    return specification
+
+
+def _end_groups() -> None:
+    """Have groups of ranks end with the model's parallelism: each test makes dozens, and each of gloo's has threads."""
+    import torch.distributed as dist
+
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    stock = state.destroy_model_parallel
+
+    @functools.wraps(stock)
+    def destroy_model_parallel() -> None:
+        kept = [each for value in vars(state).values() for each in (value if isinstance(value, list) else [value])]
+        groups = {each for each in kept if isinstance(each, dist.ProcessGroup)} - {dist.group.WORLD}
+        stock()
+        for group in groups.intersection(dist.distributed_c10d._world.pg_map):  # which has not ended before
+            dist.destroy_process_group(group)
+
+    state.destroy_model_parallel = destroy_model_parallel
 
 
 def outcomes(checkout: Path, file: str, *, adaptra: bool, timeout_s: float) -> Outcomes:

@@ -60,8 +60,8 @@ class PipelineCall:
 
     @property
     def group_size(self) -> int | None:
-        """Megatron's micro-batch group size per virtual pipeline stage; None without interleaving."""
-        return self.config.microbatch_group_size_per_vp_stage if self.interleaved else None
+        """Megatron's micro-batch group size per virtual pipeline stage; None where there is but one."""
+        return self.config.microbatch_group_size_per_vp_stage if self.chunks > 1 else None
 
     @property
     def placement(self) -> Placement:
@@ -104,7 +104,7 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
             "get_forward_backward_func returns for it"
         )
     micro_batches, chunks = arguments["num_microbatches"], len(model_chunks)
-    if interleaved:
+    if chunks > 1:
         check_groups(pipeline_group.size(), micro_batches, chunks, config.microbatch_group_size_per_vp_stage)
     if len(data_iterators) != chunks:
         raise ValueError(f"{chunks} model chunks need as many data iterators, got {len(data_iterators)}")

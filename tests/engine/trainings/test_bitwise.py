@@ -60,7 +60,7 @@ MTP = "--position-embedding-type rope --mtp-num-layers"
 
 CASES = (
     Case("pp2", 2),
-    Case("pp2-untied", 2, "--untie-embeddings-and-output-weights"),
+    Case("pp2-vpp1-untied", 2, "--untie-embeddings-and-output-weights --num-virtual-stages-per-pipeline-rank 1"),
     Case("pp2-bf16", 2, "--bf16"),
     Case("pp2-recompute", 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Case("pp2-dropout", 2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
