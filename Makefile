@@ -153,7 +153,7 @@ test-nccl-host: $(INSTALLED)
 	test -e $(NCCL_SOURCE)/src/init.cc || scripts/fetch_nccl.sh $(NCCL_SOURCE)
 	test -e $(NCCL_HOST)/cuda/nvidia || $(PIP) install --quiet --no-deps --target $(NCCL_HOST)/cuda $(CUDA_12_FOR_C)
 	$(MAKE) -f tests/support/nccl_host/build.mk SOURCE=$(NCCL_SOURCE) CUDA=$(NCCL_HOST)/cuda OUT=$(NCCL_HOST)
-	NCCL_HOST=$(CURDIR)/$(NCCL_HOST) $(BIN)/python -m pytest -q -m nccl_host
+	NCCL_HOST=$(CURDIR)/$(NCCL_HOST) $(BIN)/python -m pytest -q -m nccl_host tests/transport/device_session/test_nccl_host.py
 
 # Each release in an environment with the Python that it asks for.
 test-versions:

@@ -7,7 +7,10 @@ What it does as communicators do that do not block (NCCL 2.27 to 2.32, src/init.
 - The first transfer of a communicator connects, which is done when both ranks have come to it.
 - Each transfer is launched by a thread of NCCL's: it is on the stream once `in_progress` has said so, not before.
 - Nothing may be asked of a communicator while something goes on, by two threads at once, or after it was freed.
-- A send ends when its receive runs, and the other way round. `abort` ends them, and those at the peer stay.
+- A receive ends when its send runs. A send ends when NCCL's buffers have taken it, which is before its receive runs if
+  they have room; its bytes arrive though the sender is closed by then.
+- `abort` ends both, and those at the peer stay. Only a network says that the peer has gone, and only to who has sent or
+  asked for something since.
 - What was sent is in NCCL's hands when its kernel has ended; `finalize` waits until it has left.
 """
 
@@ -30,12 +33,18 @@ LOOKS_TO_LAUNCH = 2
 """How often `in_progress` is to be asked until a transfer has been launched."""
 
 
+ROOM_NBYTES = 1 << 20
+"""As NCCL's buffers for one channel: 8 chunks of 128 KiB."""
+
+
 class Transfer(SimulatedEvent):
     """A kernel: in a stream, what is waited for."""
 
     def __init__(self, communicator: SimulatedCommunicator, address: int, nbytes: int) -> None:
         self.communicator, self.address, self.nbytes = communicator, address, nbytes
         self.runs = self.over = False
+        self.taken: bytes | None = None
+        """What was sent, in NCCL's buffers until it is received."""
 
     @property
     def done(self) -> bool:  # type: ignore[override]
@@ -51,6 +60,10 @@ class Pair:
     """True if what is sent does not arrive."""
     spoils: bool = False
     """True if it arrives changed."""
+    room_nbytes: int = ROOM_NBYTES
+    """For what was sent and is not received yet."""
+    network: bool = False
+    """True if this is between hosts."""
     ends: dict[int, SimulatedCommunicator] = field(default_factory=dict)
     sends: list[Transfer] = field(default_factory=list)
     receives: list[Transfer] = field(default_factory=list)
@@ -66,15 +79,22 @@ class Pair:
             if transfer in self.receives:
                 own, others = others, own
             place = own.index(transfer)
-            if not transfer.over and not self.lost and place < len(others) and others[place].runs:
+            if own is self.sends and not transfer.over:
+                self._take(transfer)
+            if not self.lost and place < len(others) and others[place].runs and not self.receives[place].over:
                 self._carry(self.sends[place], self.receives[place])
             return transfer.over
 
+    def _take(self, send: Transfer) -> None:
+        if send.nbytes + sum(len(each.taken) for each in self.sends if each.taken is not None) <= self.room_nbytes:
+            send.taken, send.over = ctypes.string_at(send.address, send.nbytes), True
+
     def _carry(self, send: Transfer, receive: Transfer) -> None:
-        if send.communicator.aborted or receive.communicator.aborted:
+        if receive.communicator.aborted or (send.communicator.aborted and send.taken is None):
             return
         assert send.nbytes == receive.nbytes, "the two ends do not agree on the order of messages"
-        ctypes.memmove(receive.address, send.address, send.nbytes)
+        ctypes.memmove(receive.address, send.address if send.taken is None else send.taken, send.nbytes)
+        send.taken = None
         if self.spoils:
             ctypes.memset(receive.address + receive.nbytes // 2, 0xFF, 1)
         send.over = receive.over = True
@@ -107,8 +127,15 @@ class SimulatedCommunicator:
         finally:
             self._in_call.release()
 
+    def _peer_has_gone(self) -> bool:
+        peer = self.pair.ends.get(1 - self.rank)
+        open_ones = (each for each in self.launched if not each.over or each.taken is not None)
+        return self.pair.network and peer is not None and peer.aborted and any(open_ones)
+
     def goes_on(self) -> bool:
         """Return whether anything goes on; a transfer that can be launched now is."""
+        if self.error is None and self._peer_has_gone():
+            self.error = "remote process exited or there was a network error"
         if self.error is not None:
             raise NcclError(f"what was begun with NCCL failed: {self.error}")
         if len(self.pair.ends) < 2:
@@ -135,7 +162,7 @@ class Fabric:
         self.pairs: dict[bytes, Pair] = {}
         """By unique id; NCCL listens for the ranks of each."""
         self.communicators: list[SimulatedCommunicator] = []
-        self.spoils = False
+        self.spoils = self.network = False
 
     def of(self, device: SimulatedDevice) -> list[SimulatedCommunicator]:
         """All those of a device, in the order in which they were made."""
@@ -209,13 +236,13 @@ class SimulatedNccl:
         self.fabric, self.device = fabric, device
         self.abort_hangs = threading.Event()
         """While it is set, `abort` does not return, and ends nothing."""
-        self.abort_waits = False
-        """True if it frees memory, and so waits for all kernels of the device."""
+        self.freeing_waits = False
+        """True if `abort` and `destroy`, which free memory, wait for all kernels of the device."""
 
     def new_unique_id(self) -> bytes:
         """As ncclGetUniqueId."""
         unique_id = len(self.fabric.pairs).to_bytes(128, "little")
-        self.fabric.pairs[unique_id] = Pair(spoils=self.fabric.spoils)
+        self.fabric.pairs[unique_id] = Pair(spoils=self.fabric.spoils, network=self.fabric.network)
         return unique_id
 
     def init_rank(self, unique_id: bytes, rank: int, name: str, config: CommunicatorConfig) -> int:
@@ -257,6 +284,7 @@ class SimulatedNccl:
         with communicator.call():
             assert communicator.finalized, "what has been sent may not have left"
             communicator.freed = True
+            self._free()
 
     def abort(self, handle: int) -> None:
         """As ncclCommAbort: kernels exit."""
@@ -265,8 +293,11 @@ class SimulatedNccl:
             while self.abort_hangs.is_set():
                 time.sleep(1e-3)
             communicator.aborted = communicator.freed = True
-            while self.abort_waits and self._kernels_stand():
-                time.sleep(1e-3)
+            self._free()
+
+    def _free(self) -> None:
+        while self.freeing_waits and self._kernels_stand():
+            time.sleep(1e-3)
 
     def _kernels_stand(self) -> bool:
         ends = [end for end in self.fabric.of(self.device) if not end.aborted]

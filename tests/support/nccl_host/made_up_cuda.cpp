@@ -30,6 +30,14 @@ thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 std::mutex memory_mutex;
 std::map<std::uintptr_t, std::pair<std::size_t, cudaMemoryType>> memory;  // by address: size and kind
 
+std::mutex works_mutex;
+std::string works;  // a letter for what was put on a stream, and the stream's address
+
+void note(char kind, const Stream* stream) {
+    const std::lock_guard<std::mutex> lock(works_mutex);
+    works += kind + std::to_string(reinterpret_cast<std::uintptr_t>(stream)) + ' ';
+}
+
 std::mutex streams_mutex;
 std::map<Stream*, std::shared_ptr<Stream>> streams;  // kept while anything waits for them
 
@@ -98,9 +106,10 @@ Stream::~Stream() {
     worker_.join();
 }
 
-void Stream::put(std::function<void()> work) {
+void Stream::put(char kind, std::function<void()> work) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return works_.size() < depth_; });
+    note(kind, this);
     works_.push_back(std::move(work));
     changed_.notify_all();
 }
@@ -128,7 +137,7 @@ bool Stream::idle() {
 
 void Stream::wait_until_idle() {
     auto reached = std::make_shared<Point>();
-    put([reached] { reached->set(); });
+    put('i', [reached] { reached->set(); });
     reached->wait();
 }
 
@@ -166,6 +175,9 @@ namespace {
 using made_up::stream_at;
 
 struct Event {
+    explicit Event(bool timed) : tells_time(timed) {}
+
+    const bool tells_time;
     std::mutex mutex;
     std::shared_ptr<made_up::Point> last;  // none: never recorded, which counts as reached
 
@@ -179,11 +191,11 @@ Event* event_at(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
 
 void copy(void* target, const void* source, std::size_t nbytes, cudaStream_t stream) {
     if (made_up::kind_of(source) != cudaMemoryTypeUnregistered) {
-        stream_at(stream)->put([=] { std::memcpy(target, source, nbytes); });
+        stream_at(stream)->put('c', [=] { std::memcpy(target, source, nbytes); });
     } else {  // pageable memory has been read when the call returns
         auto staged = std::make_shared<std::vector<char>>(nbytes);
         std::memcpy(staged->data(), source, nbytes);
-        stream_at(stream)->put([=] { std::memcpy(target, staged->data(), nbytes); });
+        stream_at(stream)->put('c', [=] { std::memcpy(target, staged->data(), nbytes); });
     }
     if (made_up::kind_of(target) == cudaMemoryTypeUnregistered) stream_at(stream)->wait_until_idle();
 }
@@ -255,7 +267,7 @@ cudaError_t cudaFree(void* address) {
 cudaError_t cudaFreeHost(void* address) { return cudaFree(address); }
 
 cudaError_t cudaFreeAsync(void* address, cudaStream_t stream) {
-    return stream_at(stream)->put([=] { made_up::release(address); }), cudaSuccess;
+    return stream_at(stream)->put('f', [=] { made_up::release(address); }), cudaSuccess;
 }
 
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) { return *pool = nullptr, cudaSuccess; }
@@ -299,7 +311,7 @@ cudaError_t cudaMemcpy(void* target, const void* source, size_t nbytes, cudaMemc
 }
 
 cudaError_t cudaMemsetAsync(void* target, int value, size_t nbytes, cudaStream_t stream) {
-    return stream_at(stream)->put([=] { std::memset(target, value, nbytes); }), cudaSuccess;
+    return stream_at(stream)->put('m', [=] { std::memset(target, value, nbytes); }), cudaSuccess;
 }
 
 cudaError_t cudaMemset(void* target, int value, size_t nbytes) {
@@ -341,7 +353,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     auto point = event_at(event)->point();
-    if (point) stream_at(stream)->put([point] { point->wait(); });
+    if (point) stream_at(stream)->put('w', [point] { point->wait(); });
     return cudaSuccess;
 }
 
@@ -360,11 +372,11 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t, cudaStreamCaptureStatus* s
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-    return stream_at(stream)->put([=] { function(data); }), cudaSuccess;
+    return stream_at(stream)->put('h', [=] { function(data); }), cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-    return *event = reinterpret_cast<cudaEvent_t>(new Event), cudaSuccess;
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+    return *event = reinterpret_cast<cudaEvent_t>(new Event(!(flags & cudaEventDisableTiming))), cudaSuccess;
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -376,7 +388,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
         const std::lock_guard<std::mutex> lock(event_at(event)->mutex);
         event_at(event)->last = point;
     }
-    return stream_at(stream)->put([point] { point->set(); }), cudaSuccess;
+    return stream_at(stream)->put(event_at(event)->tells_time ? 'T' : 'r', [point] { point->set(); }), cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -387,6 +399,16 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (const auto point = event_at(event)->point()) point->wait();
     return cudaSuccess;
+}
+
+// What was put on streams since the last call, in this order: k a kernel, w a wait for an event, r a record of one, T of one
+// that tells the time, each with its stream; and what else there is.
+const char* madeUpCudaWorks() {
+    static thread_local std::string text;
+    const std::lock_guard<std::mutex> lock(made_up::works_mutex);
+    text = std::move(made_up::works);
+    made_up::works.clear();
+    return text.c_str();
 }
 
 // Kernels

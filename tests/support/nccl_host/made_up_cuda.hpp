@@ -33,8 +33,8 @@ public:
     explicit Stream(int of_device);
     ~Stream();
 
-    // Blocks while as many works as the launch queue holds are not done.
-    void put(std::function<void()> work);
+    // Blocks while as many works as the launch queue holds are not done. `kind`: a letter, for `madeUpCudaWorks`.
+    void put(char kind, std::function<void()> work);
     bool idle();
     void wait_until_idle();
 

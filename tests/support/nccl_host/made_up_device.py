@@ -23,10 +23,15 @@ class MadeUpCuda:
     def __init__(self, directory: Path) -> None:
         self.runtime = ctypes.CDLL(str(directory / "libnvidia-ml.so.1"), mode=ctypes.RTLD_GLOBAL)
         self.nccl = ctypes.CDLL(str(directory / "libnccl.so"))
+        self.runtime.madeUpCudaWorks.restype = ctypes.c_char_p
 
     def library(self) -> NcclLibrary:
         """NCCL as this package calls it."""
         return NcclLibrary(self.nccl, self.runtime)
+
+    def works(self) -> list[tuple[str, int]]:
+        """What was put on streams since the last call, by letters that made_up_cuda.cpp explains, and on which."""
+        return [(each[0], int(each[1:])) for each in self.runtime.madeUpCudaWorks().decode().split()]
 
 
 class MadeUpEvent:

@@ -48,7 +48,7 @@ CUresult launch(CUfunction function, CUstream stream, void** extra) {
     if (given == nullptr || nbytes > kArguments) return CUDA_ERROR_INVALID_VALUE;
     std::memcpy(arguments->bytes, given, nbytes);
     const auto kernel = reinterpret_cast<Kernel>(function);
-    stream_at(stream)->put([=] { kernel(*arguments); });
+    stream_at(stream)->put('k', [=] { kernel(*arguments); });
     return CUDA_SUCCESS;
 }
 

@@ -361,7 +361,7 @@ def test_an_abort_that_hangs_holds_up_no_thread_and_keeps_the_memory(gpus: Gpus)
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_links_of_a_pair_end_though_each_abort_waits_for_the_others_kernels(gpus: Gpus, first: int) -> None:
+def test_links_of_a_pair_end_though_each_freeing_waits_for_the_others_kernels(gpus: Gpus, first: int) -> None:
     """As where NCCL frees memory (pytorch#150690): one thread for both would wait for ever."""
     forth, _peer = gpus.pair("forth")
     _peer, back = began(lambda: gpus.link(1, "back", sends=True), lambda: gpus.link(0, "back", sends=False))
@@ -369,7 +369,7 @@ def test_links_of_a_pair_end_though_each_abort_waits_for_the_others_kernels(gpus
         each.connected = True
     forth.send(numbers(0), 0)
     back.receive(back.empty((NBYTES,), torch.uint8), 0)
-    gpus.libraries[0].abort_waits = True
+    gpus.libraries[0].freeing_waits = True
     links = (forth, back)
     links[first].abort()
     time.sleep(0.02)
@@ -435,6 +435,49 @@ def test_closing_lets_what_was_sent_leave(gpus: Gpus) -> None:
         assert target.wait_until_freed(soon())
     assert [(end.finalized, end.aborted) for end in gpus.fabric.communicators] == [(True, False)] * 2
     assert torch.equal(buffer, numbers(0))
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_small_message_leaves_before_it_is_asked_for_and_outlives_its_sender(gpus: Gpus, aborts: bool) -> None:
+    """As NCCL's buffers have it (nccl_host_ranks.sent_before_it_is_asked_for)."""
+    source, target = gpus.pair()
+    for each in gpus.fabric.communicators:
+        each.connected = True
+    with Worker(gpus):
+        source.wait(source.send(numbers(0), 0), 5.0)
+        if aborts:
+            source.abort()
+        source.close(soon())
+        assert source.wait_until_freed(soon())
+        buffer = target.empty((NBYTES,), torch.uint8)
+        target.wait(target.receive(buffer, 0), 5.0)
+    assert gpus.end_of(0).aborted == aborts
+    assert torch.equal(buffer, numbers(0))
+    target.abort()
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_peer_that_aborted_is_learnt_of_by_network_alone_and_after_the_next_message(
+    gpus: Gpus, network: bool
+) -> None:
+    """Until then what is small counts as sent: only its receiver can say that it has come."""
+    gpus.fabric.network = network
+    source, target = gpus.pair()
+    for each in gpus.fabric.communicators:
+        each.connected = True
+    target.abort()
+    assert target.wait_until_freed(soon())
+    assert source.failure(time.monotonic()) is None
+    work = source.send(numbers(0), 0)
+    gpus.run()
+    assert work.query()
+    if network:
+        until(lambda: source.wait_until_freed(soon()))
+        with pytest.raises(RuntimeError, match="remote process exited or there was a network error"):
+            source.send(numbers(1), 0)
+    else:
+        assert source.failure(time.monotonic()) is None
+        source.abort()
 
 
 def test_closing_does_not_wait_for_what_never_leaves(gpus: Gpus) -> None:

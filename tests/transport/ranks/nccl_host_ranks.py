@@ -42,7 +42,7 @@ class Rank:
 
     def __init__(self, rank: int, directory: Path) -> None:
         cuda = MadeUpCuda(Path(os.environ["NCCL_HOST"]))
-        self.rank, self.library = rank, cuda.library()
+        self.rank, self.cuda, self.library = rank, cuda, cuda.library()
         self.device: Any = MadeUpDevice(cuda, rank)
         self.store = dist.FileStore(str(directory / "store"), 2)
         self.watch = LinkWatch(interval_s=0.02)
@@ -114,11 +114,15 @@ def bytes_arrive(here: Rank) -> None:
 
 
 def sent_before_it_is_asked_for(here: Rank) -> None:
-    """A small message has left when its kernel ends, which waits for no receive, and outlives the sender's end."""
+    """A small message has left when its kernel ends, which waits for no receive, and outlives the sender's end: in
+    memory even an abort."""
     link = here.connected()
     if here.rank == 0:
         link.wait(link.send(numbers(1, SMALL), 0), PATIENCE_S)
-        link.close(time.monotonic() + PATIENCE_S)
+        if here.by_network:
+            link.close(time.monotonic() + PATIENCE_S)
+        else:
+            link.abort()
         assert freed(link)
         here.mark("closed")
     else:
@@ -142,6 +146,22 @@ def large_sends_wait(here: Rank) -> None:
     else:
         here.await_mark("stands")
         link.wait(link.receive(torch.zeros(LARGE, dtype=torch.uint8), 0), PATIENCE_S)
+    link.close(time.monotonic() + PATIENCE_S)
+    assert freed(link)
+
+
+def works_of_a_transfer(here: Rank) -> None:
+    """What the model of the device plays: NCCL's kernel begins after what NCCL's own stream has, and that waits behind
+    it. No event tells the time."""
+    link = here.connected()
+    here.cuda.works()
+    link.wait(here.begin(link, numbers(1, SMALL)), PATIENCE_S)
+    works = here.cuda.works()
+    own = [("w", link._stream), ("k", link._stream), ("r", link._stream)]
+    (_, of_nccl), *rest = works
+    assert works[0] == ("r", of_nccl)
+    assert of_nccl != link._stream
+    assert rest == [*own, ("w", of_nccl), ("r", link._stream)]
     link.close(time.monotonic() + PATIENCE_S)
     assert freed(link)
 
@@ -278,6 +298,7 @@ CASES: dict[str, Callable[[Rank], None]] = {
         bytes_arrive,
         sent_before_it_is_asked_for,
         large_sends_wait,
+        works_of_a_transfer,
         abort_while_a_receive_stands,
         abort_while_it_connects,
         killed_while_a_receive_stands,
