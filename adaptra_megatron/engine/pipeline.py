@@ -17,7 +17,7 @@ from adaptra_megatron.control.control_loop import PlanExchange
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.device_memory import memory_of
 from adaptra_megatron.control.order.plan_book import Layout, PlanState
-from adaptra_megatron.control.paths.steering import LinkSteering
+from adaptra_megatron.control.paths.steering import FixedPaths, LinkSteering
 from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
 from adaptra_megatron.control.stage_memory import MemoryMeter, MemorySource, StageMemory, make_meter
 from adaptra_megatron.engine.dispatch.dispatch import make_dispatcher
@@ -129,7 +129,6 @@ class Pipeline:
         if memory is not None:
             self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16), spans=spans)
         self._steering = self._make_steering()
-        """None where links have one path, or their paths are not decided on."""
         self._disturbances = DisturbanceWatch()
         self._disturbance: str | None = None
         self._first = FirstIterations(synchronizer_of(device))
@@ -220,8 +219,8 @@ class Pipeline:
         return self._executor.run(call, program, computation, addresses=addresses, account=account, steps=steps)
 
     def end(self, call: PipelineCall, report: IterationReport) -> None:
-        """All of the iteration has been launched. What it measured is handed in and told once it has happened: at once
-        on the CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
+        """All of the iteration has been launched. What it measured is handed in once it has happened: at once on the
+        CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
         self._first.end()
         for each in self.hooks:
             each.commit(call)
@@ -291,10 +290,10 @@ class Pipeline:
         self.dispatcher.abort()
         self.exchange.interrupt(cause)
 
-    def _make_steering(self) -> LinkSteering | None:
+    def _make_steering(self) -> FixedPaths:
         policy = self._policy
         if not isinstance(self.transport, TwoPathTransport) or policy is None or self.book.observes:
-            return None
+            return FixedPaths()
         return LinkSteering(self.transport, self.job.layout.pipeline, policy.preferred)
 
     def go_on_from(self, decision: Decision) -> None:
@@ -305,18 +304,14 @@ class Pipeline:
 
     def follow(self, decision: Decision) -> None:
         """Do as was decided."""
-        told, order, forecast, paths = (
-            decision.told or TelemetrySection(),
-            decision.order,
-            decision.forecast,
-            decision.paths,
-        )
-        self.telemetry.begin(self.iterations, told.requests, told.job)
-        if told.policy and told.policy != self.book.policy:
-            self.book.follow(told.policy)
+        asked, order = decision.told or TelemetrySection(), decision.order
+        forecast, paths = decision.forecast, decision.paths
+        self.telemetry.begin(self.iterations, asked.requests, asked.job)
+        if asked.policy and asked.policy != self.book.policy:
+            self.book.follow(asked.policy)
             self.dispatcher.keeps_plan = self.book.observes
             self.works.forget()
-            if told.policy == "off":
+            if asked.policy == "off":
                 self.exchange.leave()
         if order is not None:
             planned = schedule_from_csv(order.csv, chunks=self.book.layout.chunks)
@@ -329,15 +324,10 @@ class Pipeline:
             each.follow(decision)
         if paths is not None:
             self.dispatcher.all_by_host_path = self._prefers_host and not paths.diverted
-            if self._steering is not None:
-                self._steering.steer(paths)
-                self._steering.measure(paths)
+            self._steering.steer(paths)
+            self._steering.measure(paths)
 
     def _prepare_next(self, report: IterationReport) -> StageMemory | None:
         """Return what memory showed, before anything else uses it; and links take the next iteration's paths."""
-        if self._steering is not None:
-            # Before the next iteration: once its receives are posted, the first messages still go by the old path.
-            early = self.exchange.early_decision(self.training_iterations + 1)
-            if early is not None and early.paths is not None:
-                self._steering.steer(early.paths)
+        self._steering.steer_early(functools.partial(self.exchange.early_decision, self.training_iterations + 1))
         return None if self._meter is None else self._meter.finish(report.received_nbytes)

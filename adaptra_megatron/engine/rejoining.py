@@ -239,11 +239,11 @@ def hand_over(
     nbytes = sum(each.nbytes for each in _tensors_of(training))
     for channel in channels:
         handing = channel.handing
-        channel.hear(expected_s=handing.before * nbytes / _LEAST_RATE)
+        channel.await_target(expected_s=handing.before * nbytes / _LEAST_RATE)
         sender = StateSender(channel.carry, *channel.proof)
         _send(sender, training, pipeline, handing)
         sender.finish()
-        channel.hear()
+        channel.await_target()
         channel.leave()
     return lateness.late_s
 
@@ -266,7 +266,7 @@ def take_over(
     counters, running = Counters(0, 0), Decision(0)
     ours = handings(training, layout, generation, before)
     for channel in [_Channel(handing, layout.rank, control, timeout_s) for handing in ours]:
-        channel.say()
+        channel.signal()
         receiver = StateReceiver(channel.carry, *channel.proof)
         if channel.handing.whole:
             progress, counters, running = _receive_whole(receiver, training)
@@ -274,7 +274,7 @@ def take_over(
             optimizer = training.optimizers[place]
             receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
         receiver.finish()
-        channel.say()
+        channel.signal()
         channel.leave()
     for optimizer in training.optimizers:
         if getattr(optimizer, "shard_group", None) is not None:
@@ -410,13 +410,13 @@ class _Channel:
         """Carry the next message from source to target."""
         self._broadcast(tensor, 0)
 
-    def hear(self, expected_s: float = 0.0) -> None:
-        """At the source: wait until the target takes its turn, or has all that was sent in place. `expected_s`: how
-        long that may take."""
+    def await_target(self, expected_s: float = 0.0) -> None:
+        """At the source: wait until the target signals that it begins, or that all is in place. `expected_s`: how long
+        that may take."""
         self._broadcast(torch.zeros(1, dtype=torch.uint8), 1, expected_s)
 
-    def say(self) -> None:
-        """At the target: so it is."""
+    def signal(self) -> None:
+        """At the target: signal that it begins, or that all that was sent is in place."""
         self._broadcast(torch.zeros(1, dtype=torch.uint8), 1)
 
     def leave(self) -> None:

@@ -52,7 +52,7 @@ class _Run:
     """A phase that is carried out over one tensor.
 
     A step waits for those before it that have one of its chunks, and for no others: so a link does not stand idle while
-    what came over another one is seen to, and additions run beside the next messages.
+    what came over another one is seen to, and additions run along with the next messages.
     """
 
     def __init__(self, peers: PeerExchange, members: Sequence[int], phase: RoundPhase, values: torch.Tensor) -> None:

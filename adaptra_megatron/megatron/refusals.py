@@ -339,7 +339,7 @@ def refused_of(arguments: Any) -> list[Refusal]:
 
 
 def refuse_layer_wise() -> NoReturn:
-    """Raise UnsupportedFeatureError for --adaptra-reroute failures beside an optimizer that is sharded by layers."""
+    """Raise UnsupportedFeatureError for --adaptra-reroute failures with an optimizer that is sharded by layers."""
     raise UnsupportedFeatureError(
         "--adaptra-reroute failures does not run with a layer-wise distributed optimizer (--optimizer dist_muon, or "
         "one other than adam and sgd with --use-distributed-optimizer)",
@@ -356,7 +356,7 @@ def _is_layer_wise(arguments: Any) -> bool:
 
 
 def refuse_sharded_gradients(mode: str) -> NoReturn:
-    """Raise UnsupportedFeatureError for --adaptra-gradient-sync beside a single distributed optimizer."""
+    """Raise UnsupportedFeatureError for --adaptra-gradient-sync with a single distributed optimizer."""
     raise UnsupportedFeatureError(
         f"--adaptra-gradient-sync {mode} does not run with the distributed optimizer (--use-distributed-optimizer)",
         "it reduces and scatters gradients and gathers parameters, so that the straggler must send and receive as much "

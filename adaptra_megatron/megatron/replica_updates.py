@@ -49,7 +49,7 @@ KINDS = {
     "dynamic": (ModeKind.DYNAMIC,),
     "auto": (ModeKind.X_ORDER, ModeKind.DYNAMIC),
 }
-"""What --adaptra-sync-mode lets updates be made by, beside all replicas together."""
+"""What --adaptra-sync-mode lets updates be made by, besides all replicas together."""
 
 Stepped = tuple[bool, Any, Any]
 """What MegatronOptimizer.step returns: successful, norm of the gradients, number of zeros in them."""

@@ -34,7 +34,7 @@ def channel(generation: int, lateness: _Lateness | None = None, key: bytes | Non
 
 def send(generation: int, patience_s: float = PATIENCE_S) -> _Channel:
     end = channel(generation, _Lateness(patience_s))
-    end.hear()
+    end.await_target()
     sender = StateSender(end.carry, *end.proof)
     sender.values("all")
     sender.tensor(state())
@@ -57,7 +57,7 @@ def receive(end: _Channel, before: Callable[[torch.Tensor], None] = lambda tenso
         before(tensor)
         end.carry(tensor)
 
-    end.say()
+    end.signal()
     receiver, found = StateReceiver(carry, *end.proof), torch.empty_like(state())
     assert receiver.values() == "all"
     receiver.tensor(found)
@@ -67,19 +67,19 @@ def receive(end: _Channel, before: Callable[[torch.Tensor], None] = lambda tenso
 
 def source() -> None:
     end = send(1, TIMEOUT_S)  # however slow this machine is
-    end.hear()
+    end.await_target()
     end.leave()
     given_up(lambda: send(2))
     given_up(lambda: send(3))
     dist.barrier()
     with pytest.raises(RuntimeError):  # the other has gone
-        send(4).hear()
+        send(4).await_target()
 
 
 def target() -> None:
     end = channel(1)
     receive(end)
-    end.say()
+    end.signal()
     end.leave()
     end = channel(2)
     with pytest.raises(RuntimeError):

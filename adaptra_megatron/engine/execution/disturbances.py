@@ -17,7 +17,7 @@ class DisturbanceWatch:
     """One rank's. Pure: moments are given, in seconds of the monotonic clock.
 
     What comes before every other iteration or more often belongs to them, and is no disturbance: nothing could ever be
-    told then.
+    found then.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from adaptra_megatron.control.control_loop import PlanExchange
 from adaptra_megatron.control.measurements import stage_measurement
-from adaptra_megatron.control.paths.steering import LinkSteering
+from adaptra_megatron.control.paths.steering import FixedPaths
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport
@@ -108,10 +108,10 @@ class Measuring:
         self.unsettled: EndedIteration | None = None
         """The latest iteration, until what it measured is handed in."""
 
-    def settle(self, exchange: PlanExchange, steering: LinkSteering | None) -> None:
+    def settle(self, exchange: PlanExchange, steering: FixedPaths) -> None:
         """Hand in and trace what the latest iteration measured; waits for the device where that is still at it.
 
-        `steering`: the one of this rank's links, None where their paths are not decided on.
+        `steering`: the one of this rank's links.
         """
         ended, self.unsettled = self.unsettled, None
         if ended is None:
@@ -134,7 +134,7 @@ class Measuring:
     def hand_in(
         self,
         exchange: PlanExchange,
-        steering: LinkSteering | None,
+        steering: FixedPaths,
         ended: EndedIteration,
         times: SentAndReceived,
         nbytes: Mapping[int, int],
@@ -151,8 +151,8 @@ class Measuring:
             self._job.clock.offset_at(time.monotonic()),
             report.computed_s() if current_device().type == "cuda" else None,
             ended.memory,
-            probes=() if steering is None else steering.take_probes(),
-            broken=() if steering is None else steering.broken(),
+            probes=steering.take_probes(),
+            broken=steering.broken(),
             disturbance=ended.disturbance,
             nbytes=nbytes,
             idle=(ended.iteration, ended.begun_s),

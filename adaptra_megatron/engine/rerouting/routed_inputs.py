@@ -126,7 +126,7 @@ class RoutableInputs:
         if any(draw.is_on(call.config) for draw in DRAWS):
             self._random = MicroBatchRandom.agreed(control, layout, timeout_s, says=replica == 0 and not joins)
         self._iteration, self._routed, self._micro_batches = 0, False, call.micro_batches
-        self._heirs: tuple[int, ...] = (replica,)
+        self._reported: tuple[int, ...] = (replica,)
         lengths = self._lengths() if swap else None
         self.swaps = lengths is not None
         """True where lengths are known, by which whole micro-batches are swapped between replicas."""
@@ -179,7 +179,7 @@ class RoutableInputs:
         for feed, own in zip(self._feeds, call.data_iterators, strict=True):
             if feed is not None and own is not None:
                 feed.begin_iteration(own, repeated=repeated)
-        self._heirs = self._heirs_of(dead)
+        self._reported = self._reported_replicas(dead)
         if dead and not self.routable:
             raise UnsupportedFeatureError(
                 f"--adaptra-reroute: the {'evaluation' if call.forward_only else 'training'} data iterator of rank "
@@ -220,7 +220,7 @@ class RoutableInputs:
         if form is not None or self._like is None:
             self._share_form(form)
         return list(
-            brought_home(computed, self._heirs, self._layout.replicas, self._micro_batches, self._like, self._add_up)
+            brought_home(computed, self._reported, self._layout.replicas, self._micro_batches, self._like, self._add_up)
         )
 
     def _share_form(self, form: bytes | None) -> None:
@@ -252,7 +252,7 @@ class RoutableInputs:
             self._all_feeds[call.forward_only] = found
         return found
 
-    def _heirs_of(self, dead: frozenset[Cell]) -> tuple[int, ...]:
+    def _reported_replicas(self, dead: frozenset[Cell]) -> tuple[int, ...]:
         """Replicas whose losses this rank hands to its training script: the lowest live one has those of the dead."""
         replica, last = self._layout.cell.replica, self._last_place.stage
         replicas = range(self._layout.replicas)

@@ -23,7 +23,7 @@ class AllReduceWire(NamedTuple):
     """Each rank's link."""
 
     latency_s: float
-    """Time that each message takes beside its bytes."""
+    """Time that each message takes besides its bytes."""
     byte_s: float
     """Seconds per byte."""
 

@@ -116,7 +116,7 @@ class ModeDecider:
     """Decides anew when the predicted stragglers change."""
 
     def __init__(self, replicas: int, kinds: Iterable[ModeKind], max_staleness: int) -> None:
-        """`kinds`: those to choose from, beside synchronous training."""
+        """`kinds`: those to choose from, besides synchronous training."""
         self._kinds, self._max_staleness = tuple(kinds), max_staleness
         self._times_s: list[deque[float]] = [deque(maxlen=KEPT) for _ in range(replicas)]
         self._warm = [False] * replicas

@@ -164,7 +164,7 @@ def _shards(bucket_group: Any) -> list[torch.Tensor]:
     """This rank's shard of each bucket, where Megatron puts sums within its instance."""
     shards, own = bucket_group.cached_grad_buffer_shard_list, bucket_group.intra_distributed_optimizer_instance_rank
     for index, bucket in enumerate(bucket_group.buckets):
-        if shards[index] is None:  # where it was told to reduce buckets as a whole
+        if shards[index] is None:  # where it is set to reduce buckets as a whole
             size = bucket_group.intra_distributed_optimizer_instance_size
             shards[index] = list(bucket.grad_data.chunk(size))
     return [shard[own] for shard in shards]

@@ -167,7 +167,7 @@ class WeightGradientQueue:
         finally:
             self._collected = None
             self._uses.clear()
-            # The flag told DistributedDataParallel's hook to add nothing; the next whole backward must add again.
+            # The flag had DistributedDataParallel's hook add nothing; the next whole backward must add again.
             # Last first: of a weight that was used twice, the first entry has what was there before.
             for weight, previous in reversed(self._flags):
                 weight.grad_added_to_main_grad = previous  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ micro-batches in each of its buckets: replicas x micro-batches, also where the m
 computed by live ones. A micro-batch that is missing or counted twice, a bucket that was not zeroed, not reduced or
 reduced twice, and a reduction of an earlier attempt that arrives late, all show as another number.
 
-The count is beside the bucket, not in its padding. A bucket has padding only with the distributed optimizer, and none
+The count is next to the bucket, not in its padding. A bucket has padding only with the distributed optimizer, and none
 there either where its size is a multiple of the replicas and of 128, which is the rule in large models. Padding would
 have to be made, and the size of a bucket decides over shards, the formats of checkpoints, and the order in which a
 library adds up three addends or more: the numbers would not be stock's any more. Beside the bucket a count is exact in
