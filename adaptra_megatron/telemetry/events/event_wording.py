@@ -90,6 +90,47 @@ def cost_since(seconds: Mapping[int, float], since: int) -> CableCost | None:
     return CableCost(median(before), median(after)) if before and after else None
 
 
+def finding_text(
+    what: str,
+    state: str,
+    since: int | None,
+    reason: str,
+    touched: str = "",
+    cost: CableCost | None = None,
+    *,
+    brief: bool = False,
+) -> str:
+    """Say what is slow, late or dead, since which iteration and why, what else that touches and what it costs.
+
+    Costs of less than MEASURABLE are left out. `brief`: numbers as in the training's log.
+    """
+    text = f"{what} is {state}{'' if since is None else f' since iteration {since}'}: {reason}"
+    text += f"; {touched}" if touched else ""
+    if cost is not None and cost.share >= MEASURABLE:
+        seconds, share = (
+            (short_duration(cost.seconds), f"{cost.share:.0%}")
+            if brief
+            else (duration(cost.seconds), percent(cost.share))
+        )
+        text += f"; it costs {seconds} of each iteration ({share})"
+    return text
+
+
+def percent(share: float) -> str:
+    """A share as a percentage, with one digit behind the point below 10 %."""
+    return f"{share:.1%}" if 0.0 < share < 0.0995 else f"{share:.0%}"
+
+
+def link_name(link: tuple[int, int]) -> str:
+    """Such as "3→4"."""
+    return f"{link[0]}→{link[1]}"
+
+
+def place_of_stage(event: StageDetection) -> str:
+    """Rank and host of a slow stage, such as "rank 5 on node2"; "" where they are not known."""
+    return "" if event.stage_rank is None else f"rank {event.stage_rank} on {event.host}"
+
+
 def links_in_words(events: Iterable[LinkDetection], both: str = "<->", one: str | None = None) -> str:
     """Such as "link 1<->2", "link 1->2, host path,", "links 0<->3 and 1<->2". `one`: between the ends of a link of
     which one direction is meant; None: the same."""
@@ -185,8 +226,8 @@ def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, 
     if isinstance(event, PlanSwitched):
         return f"Plan {event.number} runs instead of {_plan_name(event.before)}", _switch_reason(event)
     if isinstance(event, SwitchMeasured):
-        numbers = f"{duration(event.before_measured_s)} → {duration(event.after_measured_s)} an iteration"
-        return f"Plan {event.number} turned out: {numbers}", f"median of {event.iterations} iterations"
+        numbers = change_of_seconds(event.before_measured_s, event.after_measured_s)
+        return f"Plan {event.number} turned out: {numbers} an iteration", f"median of {event.iterations} iterations"
     if isinstance(event, IterationsTimed):
         last = event.first + len(event.seconds) - 1
         return f"Iterations {event.first} to {last} took {duration(median(event.seconds))} each, by the median", ""
@@ -232,10 +273,7 @@ def _plan_name(number: int) -> str:
 
 def _plan_text(event: PlanMade) -> str:
     text = f"Plan {event.number} made" if event.adopted else f"{_plan_name(event.number).capitalize()} kept"
-    text += f": {duration(event.predicted_s)} predicted"
-    if event.adopted and event.current_predicted_s is not None:
-        text += f", {duration(event.current_predicted_s)} with the present order"
-    return text
+    return text + _predicted(event.predicted_s, event.current_predicted_s if event.adopted else None, "order")
 
 
 def _routes_text(event: RoutesChosen) -> str:
@@ -244,16 +282,25 @@ def _routes_text(event: RoutesChosen) -> str:
     count = sum(move[-1] for move in event.moved)
     text = f"computes {count} micro-batches at other replicas"
     if event.predicted_s is not None and event.current_predicted_s is not None:
-        text += (
-            f": {duration(event.predicted_s)} predicted, {duration(event.current_predicted_s)} with the present routes"
-        )
+        text += _predicted(event.predicted_s, event.current_predicted_s, "routes")
     return text
 
 
 def _switch_reason(event: PlanSwitched) -> str:
     if event.predicted_s is None or event.before_predicted_s is None:
         return ""
-    return f"predicted: {duration(event.before_predicted_s)} → {duration(event.predicted_s)} an iteration"
+    return f"predicted: {change_of_seconds(event.before_predicted_s, event.predicted_s)} an iteration"
+
+
+def _predicted(seconds: float, present_s: float | None, what: str) -> str:
+    return f": {duration(seconds)} predicted" + (
+        "" if present_s is None else f", {duration(present_s)} with the present {what}"
+    )
+
+
+def change_of_seconds(before_s: float, after_s: float) -> str:
+    """Such as "1.55 s → 2.05 s"."""
+    return f"{duration(before_s)} → {duration(after_s)}"
 
 
 def duration(seconds: float) -> str:

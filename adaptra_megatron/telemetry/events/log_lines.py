@@ -13,10 +13,10 @@ from statistics import median
 
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.telemetry.events.event_wording import (
-    MEASURABLE,
     cable_of,
     cost_since,
     ends_of,
+    finding_text,
     links_in_words,
     listed,
     memory_text,
@@ -169,7 +169,8 @@ class RunLog:
         """Level and text of one line about what is in the same state."""
         events = sorted((event for name in names for event in self._events(name)), key=_since)
         state = self._state(names[0])
-        since = "" if _since(events[0]) < 0 else f" since iteration {numbered(_since(events[0]))}"
+        first = _since(events[0])
+        since = "" if first < 0 else f" since iteration {numbered(first)}"
         links = [event for event in events if isinstance(event, LinkDetection)]
         what = links_in_words(links) if links else str(names[0])
         for name in names:
@@ -177,14 +178,11 @@ class RunLog:
             self._ends[name] = f"{what} {state}{since}" if state != "healthy" else ""
         touched = touched_in_words(links)
         what += "" if touched else _pipelines(events)
-        text = f"{what} is {state}{since}: {short_reason(events[0])}"
+        at, reason = (None if first < 0 else numbered(first)), short_reason(events[0])
         if state == "healthy":
-            return logging.INFO, text
-        text += f"; {touched}" if touched else _hosts_of_stage(events)
-        cost = cost_since(seconds, _since(events[0]))
-        if cost is not None and cost.share >= MEASURABLE:
-            text += f"; it costs {short_duration(cost.seconds)} of each iteration ({cost.share:.0%})"
-        return logging.WARNING, text
+            return logging.INFO, finding_text(what, state, at, reason)
+        touched, cost = touched or _hosts_of_stage(events), cost_since(seconds, first)
+        return logging.WARNING, finding_text(what, state, at, reason, touched, cost, brief=True)
 
     def _straggler(self, event: StragglerDetection, numbered: Numbered) -> tuple[int, str]:
         """Level and text of a line about a replica, which is not the one that says it. What is found of one has stood
@@ -269,7 +267,7 @@ def _hosts_of_stage(events: Iterable[Detection]) -> str:
         if isinstance(event, StageDetection) and event.stage_rank is not None:
             places.setdefault(event.host, set()).add(event.stage_rank)
     texts = [f"{numbers_in_words('rank', ranks)} on {host}" for host, ranks in places.items()]
-    return f"; {listed(texts)}" if texts else ""
+    return listed(texts) if texts else ""
 
 
 def _since(event: Detection) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.event_log import EventLogError
-from adaptra_megatron.telemetry.events.event_wording import duration
+from adaptra_megatron.telemetry.events.event_wording import duration, link_name, percent
 from adaptra_megatron.telemetry.tracing.trace import TraceError
 from adaptra_megatron.tools.cli.planning.inputs import InputError
 from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress
@@ -34,7 +34,6 @@ from adaptra_megatron.tools.replay.pipelines import KINDS
 from adaptra_megatron.tools.report.iteration_chart import IterationChart
 from adaptra_megatron.tools.report.report_findings import SLOW_SHARE, Use
 from adaptra_megatron.tools.report.report_page import Panel, page_environment
-from adaptra_megatron.tools.report.report_wording import link_name, percent
 from adaptra_megatron.tools.report.timelines import Timeline
 
 MOST_REPLICAS = 64

@@ -7,12 +7,11 @@ import statistics
 from collections.abc import Iterator
 
 from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.telemetry.events.event_wording import duration, listed
+from adaptra_megatron.telemetry.events.event_wording import duration, link_name, listed, percent
 from adaptra_megatron.tools.replay.analysis import Analysis
 from adaptra_megatron.tools.replay.operations import OpType
 from adaptra_megatron.tools.replay.remedies import SLOW_CELL
 from adaptra_megatron.tools.replay.replayed_what_if import SLOWEST_WORKERS, ReplayedStragglers
-from adaptra_megatron.tools.report.report_wording import link_name, percent
 
 WORTH_SAYING = 1.03
 """Slowdowns below are no news."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from adaptra_megatron.telemetry.events.event_wording import cable_of, duration, event_text
+from adaptra_megatron.telemetry.events.event_wording import cable_of, change_of_seconds, event_text
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     Event,
@@ -141,7 +141,7 @@ class EventRow(NamedTuple):
 def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow]:
     """The events that are news, in order of time; none of a run without a log."""
     effects = {
-        found.stamp: f"{duration(before.seconds)} → {duration(after.seconds)}"
+        found.stamp: change_of_seconds(before.seconds, after.seconds)
         for before, after in pairwise(findings)
         for found in after.part.beginning
     }

@@ -14,21 +14,13 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from adaptra_megatron.telemetry.events.event_wording import duration
+from adaptra_megatron.telemetry.events.event_wording import duration, link_name, percent
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PlanSwitched, RunEnded, RunStarted
 from adaptra_megatron.tools.recordings.run_files import Progress
 from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at
 from adaptra_megatron.tools.report.iteration_chart import IterationChart, event_rows, worth_a_row
 from adaptra_megatron.tools.report.report_findings import SLOW_SHARE, PartFinding, Use, distinct, find, saved_seconds
-from adaptra_megatron.tools.report.report_wording import (
-    USE_NAMES,
-    headline,
-    link_name,
-    mattering_pairs,
-    percent,
-    span,
-    summary,
-)
+from adaptra_megatron.tools.report.report_wording import USE_NAMES, headline, mattering_pairs, span, summary
 from adaptra_megatron.tools.report.routes_section import MOST_GRIDS, arrivals_of, routes_of
 from adaptra_megatron.tools.report.simulated import Drawn, simulated_iteration
 from adaptra_megatron.tools.report.status_page import status_findings

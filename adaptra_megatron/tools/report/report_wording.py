@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import pairwise
 from statistics import median
 
-from adaptra_megatron.telemetry.events.event_wording import duration, listed
+from adaptra_megatron.telemetry.events.event_wording import (
+    change_of_seconds,
+    duration,
+    ends_of,
+    link_name,
+    listed,
+    percent,
+)
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PlanSwitched,
@@ -28,14 +35,6 @@ MOST_LOST = 2
 """Dead ranks that a sentence names."""
 REGULAR = 0.2
 """Share of their median by which gaps may differ and still be called regular."""
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}" if 0.0 < share < 0.0995 else f"{share:.0%}"
-
-
-def link_name(link: Link) -> str:
-    return f"{link[0]}→{link[1]}"
 
 
 def link_names(links: Iterable[Link]) -> str:
@@ -85,11 +84,7 @@ USE_NAMES = {
 
 def mattering_pairs(findings: Sequence[PartFinding], events: Iterable[StampedEvent]) -> set[Link]:
     """The pairs of links (a < b) that the detector named, or whose delay cost time in some part."""
-    named = {
-        (min(found.event.source, found.event.target), max(found.event.source, found.event.target))
-        for found in events
-        if isinstance(found.event, LinkDetection)
-    }
+    named = {ends_of(found.event) for found in events if isinstance(found.event, LinkDetection)}
     for finding in findings:
         named |= {
             pair for pair, without_s in finding.without.items() if without_s < (1.0 - WORTH_SAYING) * finding.seconds
@@ -186,7 +181,7 @@ def _what_ran(run: RunRecord, findings: Sequence[PartFinding]) -> str:
 def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set[Link]) -> str:
     if before.part.first == before.part.last == 0 and not after.part.beginning and not after.part.new_order:
         return f"The first iteration took {duration(before.seconds)}: it pays for what is set up once."
-    numbers = f"{duration(before.seconds)} → {duration(after.seconds)} an iteration"
+    numbers = f"{change_of_seconds(before.seconds, after.seconds)} an iteration"
     at = f"From iteration {after.part.first} on"
     faster = after.seconds < (1.0 - WORTH_SAYING) * before.seconds
     switch = next((found.event for found in after.part.beginning if isinstance(found.event, PlanSwitched)), None)

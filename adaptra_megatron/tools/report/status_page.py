@@ -11,15 +11,16 @@ from statistics import median
 from typing import Any, TypeVar
 
 from adaptra_megatron.telemetry.events.event_wording import (
-    MEASURABLE,
     RECENT,
     cable_of,
     cost_since,
     duration,
     ends_of,
+    finding_text,
     links_in_words,
     listed,
     numbers_in_words,
+    place_of_stage,
     touched_in_words,
 )
 from adaptra_megatron.telemetry.events.events import (
@@ -43,7 +44,6 @@ from adaptra_megatron.telemetry.events.events import (
 )
 from adaptra_megatron.tools.recordings.run_files import renumbered
 from adaptra_megatron.tools.recordings.run_record import began_at, replicas_of
-from adaptra_megatron.tools.report.report_wording import percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def _finding(found: StampedEvent, changed: int) -> StatusFinding:
         more = {"kind": "path", "state": event.after, "reason": event.cause, "remedy": remedy, "text": text}
         return StatusFinding(**{**known, **told, **more})
     if isinstance(event, StageDetection):
-        where = "" if event.stage_rank is None else f", rank {event.stage_rank} on {event.host}"
+        where = f", {place}" if (place := place_of_stage(event)) else ""
         kind, name = "stage", f"stage {event.stage}"
         remedy = f"look at the GPUs of stage {event.stage}{where} (clocks, temperature, other work)"
         known["host"] = event.host or None
@@ -162,7 +162,7 @@ def _finding(found: StampedEvent, changed: int) -> StatusFinding:
         kind, name = "replica", f"replica {event.replica}"
         remedy = f"replica {event.replica}, stage {event.stage} on {event.host}: "
         remedy += event.remedy or "see what slows it down"
-    text = f"{name} is {event.after} since iteration {since}: {event.reason}"
+    text = finding_text(name, event.after, since, event.reason)
     more = {"kind": kind, "state": event.after, "remedy": remedy, "text": text}
     return StatusFinding(**{**known, **told, **more}, stale=found.stamp.iteration < changed)
 
@@ -179,10 +179,7 @@ def _cable_finding(
     state = "dead" if any(link.after == "dead" for link in links) else "slow"
     cost, wanted = cost_since(seconds, since), _memory_wanted(events, links, since)
     number, runs_since = _plan_since(events, rank, since)
-    text = f"{_links_and_state(links, state)} since iteration {since}: {short_reason(event)}"
-    text += f"; {touched}" if (touched := touched_in_words(links)) else ""
-    if cost is not None and cost.share >= MEASURABLE:
-        text += f"; it costs {duration(cost.seconds)} of each iteration ({percent(cost.share)})"
+    text = finding_text(_links_and_pipelines(links), state, since, short_reason(event), touched_in_words(links), cost)
     if number is not None:
         text += f"; plan {number} runs since iteration {runs_since}"
     hosts = sorted({host for link in links for host in (link.source_host, link.target_host) if host})
@@ -220,7 +217,7 @@ def _cable_finding(
     )
 
 
-def _links_and_state(links: Sequence[LinkDetection], state: str) -> str:
+def _links_and_pipelines(links: Sequence[LinkDetection]) -> str:
     """With the pipelines, where neither hosts nor ranks are known."""
     pipelines = sorted({link.pipeline or 0 for link in links})
     where = ""
@@ -228,7 +225,7 @@ def _links_and_state(links: Sequence[LinkDetection], state: str) -> str:
         where = f" of the {numbers_in_words('pipeline', pipelines)} of these ranks"
         if len(pipelines) == 1:
             where = f" of the pipeline of rank {pipelines[0]}"
-    return f"{_links(links)}{where} is {state}"
+    return f"{_links(links)}{where}"
 
 
 def _links(links: Sequence[LinkDetection]) -> str:

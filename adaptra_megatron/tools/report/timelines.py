@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from adaptra_megatron.telemetry.events.event_wording import duration
+from adaptra_megatron.telemetry.events.event_wording import duration, percent
 from adaptra_megatron.tools.recordings.run_record import RunIteration
 from adaptra_megatron.tools.report.iteration_chart import round_step
 from adaptra_megatron.tools.report.report_findings import Link, PartFinding, Use, use_of
-from adaptra_megatron.tools.report.report_wording import WORTH_SAYING, cause_name, percent, span
+from adaptra_megatron.tools.report.report_wording import WORTH_SAYING, cause_name, span
 from adaptra_megatron.tools.report.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, WaitingPhase
 
 MOST_CAUSES = 12

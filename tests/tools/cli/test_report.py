@@ -19,7 +19,7 @@ from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
 from adaptra_megatron.telemetry.events.event_log import EventLog
-from adaptra_megatron.telemetry.events.event_wording import duration
+from adaptra_megatron.telemetry.events.event_wording import duration, percent
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     Fault,
@@ -38,7 +38,6 @@ from adaptra_megatron.telemetry.events.events import (
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter, trace_path
 from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox
 from adaptra_megatron.tools.cli.main import main
-from adaptra_megatron.tools.report.report_wording import percent
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"
 
