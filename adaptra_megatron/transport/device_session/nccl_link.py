@@ -171,7 +171,7 @@ class NcclLink:
         self._transfers.free_done()
 
     def abort(self, cause: str = ENDED) -> None:
-        """Abort the session: waits at both ends raise. Returns at once; for any thread, any number of times."""
+        """Abort the session: waits at this end raise. Returns at once; for any thread, any number of times."""
         self._end(cause, finalize_until_s=None)
 
     def close(self, deadline_s: float) -> None:

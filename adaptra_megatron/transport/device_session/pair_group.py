@@ -67,7 +67,7 @@ class LinkGroup(Protocol):
         """Block until `work` is done. A wait that expires ends the session."""
 
     def abort(self, cause: str = ENDED) -> None:
-        """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
+        """End the session: every wait at this end raises, over gloo at both. For any thread, any number of times."""
 
     def wait_until_freed(self, deadline_s: float) -> bool:
         """Return whether the ended session has released everything by `deadline_s`."""

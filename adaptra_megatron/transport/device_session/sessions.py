@@ -70,7 +70,7 @@ class SendingSession:
                 del self._held[index]
 
     def abort(self) -> None:
-        """Abort the session; the peer sees it fail too."""
+        """Abort the session. Over NCCL the peer sees that by network alone, and only in what it has under way."""
         self._group.abort()
 
     def end(self) -> None:
@@ -154,7 +154,7 @@ class ReceivingSession:
             self._launch_due()
 
     def abort(self) -> None:
-        """Abort the session; the peer sees it fail too."""
+        """Abort the session. Over NCCL the peer sees that by network alone, and only in what it has under way."""
         self._group.abort()
 
     def end(self) -> None:

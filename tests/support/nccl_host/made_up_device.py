@@ -15,6 +15,7 @@ from adaptra_megatron.transport.device_session.nccl_library import NcclLibrary
 
 _NOT_READY = 600
 _NO_TIMES = 2
+_EITHER_WAY = 4
 
 
 class MadeUpCuda:
@@ -104,6 +105,19 @@ class MadeUpDevice:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: int | None = None) -> torch.Tensor:
         """The host's memory is the device's."""
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+        """As cudaMemcpyAsync."""
+        addresses = (ctypes.c_void_p(each.data_ptr()) for each in (target, source))
+        size = ctypes.c_size_t(source.nbytes)
+        assert self.runtime.cudaMemcpyAsync(*addresses, size, _EITHER_WAY, ctypes.c_void_p(stream)) == 0
+
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        """Never freed."""
+        made = ctypes.c_void_p()
+        assert self.runtime.cudaHostAlloc(ctypes.byref(made), ctypes.c_size_t(nbytes), 0) == 0
+        assert made.value is not None
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(made.value), dtype=torch.uint8)
 
     def idle(self, stream: int) -> bool:
         """Return whether all that was put on `stream` is done."""

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.nccl_host
         ("bytes_arrive", None),
         ("sent_before_it_is_asked_for", None),
         ("large_sends_wait", None),
+        ("sessions_carry_messages", None),
         ("works_of_a_transfer", None),
         ("abort_while_a_receive_stands", None),
         ("abort_while_it_connects", None),

@@ -7,6 +7,7 @@ what support.gpu.simulated_nccl does as well.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,11 @@ from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
+from adaptra_megatron.transport.device_session.sessions import ReceivingSession, SendingSession
+from adaptra_megatron.transport.gpu.cuda_device import Computed
+from adaptra_megatron.transport.message_keys import TensorSpecification
 
+ANY = TensorSpecification(None, torch.uint8, torch.device("cpu"))
 PATIENCE_S = 60.0
 STANDS_S = 0.5
 """What has not happened by then is taken to stand."""
@@ -148,6 +153,42 @@ def large_sends_wait(here: Rank) -> None:
         link.wait(link.receive(torch.zeros(LARGE, dtype=torch.uint8), 0), PATIENCE_S)
     link.close(time.monotonic() + PATIENCE_S)
     assert freed(link)
+
+
+def sessions_carry_messages(here: Rank) -> None:
+    """Headers, probes and bodies of the device path, and an abort of the sender's while the receiver waits."""
+    link = here.link()
+    shapes, places = [(7,), (300, 400), (1, 2, 3)], [0, 2, 3]
+    if here.rank == 0:
+        sending = SendingSession(link)
+        for place, shape in zip(places, shapes, strict=True):
+            sending.send(place, Computed(numbers(place, math.prod(shape)).view(shape), None), header=True)
+        sending.probe(1)
+        here.await_mark("arrived")
+        sending.end()
+        assert freed(link)
+        here.mark("ended")
+    else:
+        arrived: list[torch.Tensor] = []
+        failed: list[str] = []
+        receiving = ReceivingSession(link, PATIENCE_S, lambda tensor, _: arrived.append(tensor), failed.append)
+        for place in range(5):
+            receiving.receive(place, None if place == 1 else ANY)
+        until(lambda: len(arrived) == 4 or bool(failed))
+        assert not failed
+        here.mark("arrived")
+        here.await_mark("ended")
+        if not here.by_network:
+            time.sleep(STANDS_S)
+            assert not failed
+            receiving.abort()
+        until(lambda: bool(failed))
+        assert ("remote process exited" in failed[0]) == here.by_network, failed
+        del arrived[1]
+        for place, shape, tensor in zip(places, shapes, arrived, strict=True):
+            assert torch.equal(tensor, numbers(place, math.prod(shape)).view(shape))
+        receiving.end()
+        assert freed(link)
 
 
 def works_of_a_transfer(here: Rank) -> None:
@@ -298,6 +339,7 @@ CASES: dict[str, Callable[[Rank], None]] = {
         bytes_arrive,
         sent_before_it_is_asked_for,
         large_sends_wait,
+        sessions_carry_messages,
         works_of_a_transfer,
         abort_while_a_receive_stands,
         abort_while_it_connects,
