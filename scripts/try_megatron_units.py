@@ -52,7 +52,7 @@ def run_rank(checkout: Path, file: str, report: str, *, adaptra: bool) -> int:
     utils = importlib.import_module("megatron.core.utils")
     utils.is_te_min_version = lambda *_, **__: False  # type: ignore[attr-defined]
     _replace_layers()
-    _end_groups()
+    _adapt_groups()
     if adaptra:
         importlib.import_module("adaptra_megatron.patches").enable(AdaptraConfig())
     path = f"{report}{os.environ['RANK']}.xml"
@@ -76,10 +76,18 @@ def _of_local_layers(stock: Callable[..., Any]) -> Callable[..., Any]:
     return specification
 
 
-def _end_groups() -> None:
-    """Have groups of ranks end with the model's parallelism: each test makes dozens, and each of gloo's has threads."""
+def _adapt_groups() -> None:
+    """Have groups of several models' grids be gloo's, and groups of ranks end with the model's parallelism: each test
+    makes dozens, and each of gloo's has threads."""
     import torch.distributed as dist
 
+    by_enumeration = dist.new_subgroups_by_enumeration
+
+    @functools.wraps(by_enumeration)
+    def over_gloo(ranks: Any, **keywords: Any) -> Any:
+        return by_enumeration(ranks, **{**keywords, "backend": "gloo"})
+
+    dist.new_subgroups_by_enumeration = over_gloo
     state: Any = importlib.import_module("megatron.core.parallel_state")
     stock = state.destroy_model_parallel
 
