@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.table import Patch
+from adaptra_megatron.patches.table import GRADIENT_SYNC_SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.runtime import AdaptraRuntime
@@ -38,14 +38,12 @@ def _waiting(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[...
 
 
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
-_VERSIONS = ">=0.16,<0.21"
-"""The start stands in for the whole function, and has been held against these."""
 
 PATCHES = (
     Patch(
         identity="gradient-reduction",
         target=f"{_BUCKETS}.start_grad_sync",
-        versions=_VERSIONS,
+        versions=GRADIENT_SYNC_SUPPORTED,
         parameters=("self", "force_all_reduce"),
         reason="with --adaptra-gradient-sync, sums up gradients around the replica that comes last",
         replace=_around_straggler,
@@ -53,7 +51,7 @@ PATCHES = (
     Patch(
         identity="gradient-reduction-end",
         target=f"{_BUCKETS}.finish_grad_sync",
-        versions=_VERSIONS,
+        versions=GRADIENT_SYNC_SUPPORTED,
         parameters=("self", "force_all_reduce"),
         reason="waits for sums around a straggler also where there are several instances of the distributed optimizer",
         replace=_waiting,

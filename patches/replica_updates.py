@@ -8,15 +8,12 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.table import Patch
+from adaptra_megatron.patches.table import SYNC_MODE_SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.runtime import AdaptraRuntime
     from adaptra_megatron.megatron.replica_updates import ReplicaUpdates
 
-_VERSIONS = ">=0.16,<0.18"
-"""The releases whose steps and reductions these have been held against. From 0.18 on replicas also meet for statistics
-of packed sequences, and from 0.19 on losses are summed up over groups that are looked up once."""
 _FLAG = "under --adaptra-sync-mode other than ssgd: "
 
 
@@ -96,7 +93,7 @@ PATCHES = (
     Patch(
         identity="update-reduction",
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-        versions=_VERSIONS,
+        versions=SYNC_MODE_SUPPORTED,
         parameters=("self", "force_all_reduce"),
         reason=f"{_FLAG}sums up gradients over the replicas that make an update",
         replace=_reduce,
@@ -104,7 +101,7 @@ PATCHES = (
     Patch(
         identity="update-step",
         target="megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-        versions=_VERSIONS,
+        versions=SYNC_MODE_SUPPORTED,
         parameters=("self",),
         reason=f"{_FLAG}steps by an update's share of all gradients, and not in iterations that a replica has missed",
         replace=_step,
@@ -112,7 +109,7 @@ PATCHES = (
     Patch(
         identity="late-gradients",
         target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
-        versions=_VERSIONS,
+        versions=SYNC_MODE_SUPPORTED,
         parameters=("self",),
         reason=f"{_FLAG}keeps a gradient until its update is made",
         replace=_keep,
@@ -120,7 +117,7 @@ PATCHES = (
     Patch(
         identity="losses-apart",
         target="megatron.core.parallel_state:get_data_parallel_group",
-        versions=_VERSIONS,
+        versions=SYNC_MODE_SUPPORTED,
         parameters=("with_context_parallel",),
         reason=f"{_FLAG}losses are not summed up over replicas that are in other iterations",
         replace=_alone,
@@ -128,7 +125,7 @@ PATCHES = (
     Patch(
         identity="end-together",
         target="megatron.training.training:train",
-        versions=_VERSIONS,
+        versions=SYNC_MODE_SUPPORTED,
         parameters=("model", "optimizer", "opt_param_scheduler"),
         reason=f"{_FLAG}all replicas end with the same parameters",
         replace=_settled_after,
@@ -136,7 +133,7 @@ PATCHES = (
     Patch(
         identity="log-together",
         target="megatron.training.training:training_log",
-        versions=_VERSIONS,
+        versions=SYNC_MODE_SUPPORTED,
         parameters=("iteration", "learning_rate"),
         reason=f"{_FLAG}times of all ranks are gathered in iterations that are logged, so replicas meet in these",
         replace=_settled_before,

@@ -7,13 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.table import Patch
+from adaptra_megatron.patches.table import STAGGERED_OPTIMIZER_SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.runtime import AdaptraRuntime
-
-_VERSIONS = ">=0.14,<0.17"
-"""Releases whose ChainedOptimizer.step and clipping have the steps that are taken apart here; later ones differ."""
 
 
 def _step(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
@@ -50,7 +47,7 @@ PATCHES = (
     Patch(
         identity="optimizer-step",
         target="megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-        versions=_VERSIONS,
+        versions=STAGGERED_OPTIMIZER_SUPPORTED,
         parameters=("self",),
         reason="under --adaptra-staggered-optimizer: steps before the norm of all stages' gradients is known",
         replace=_step,
@@ -58,7 +55,7 @@ PATCHES = (
     Patch(
         identity="norm-across-stages",
         target="megatron.training.training:reduce_max_stat_across_model_parallel_group",
-        versions=_VERSIONS,
+        versions=STAGGERED_OPTIMIZER_SUPPORTED,
         parameters=("stat",),
         reason="under --adaptra-staggered-optimizer: the norm is everywhere the same, and to reduce it again is a "
         "barrier; other figures are reduced as ever",
@@ -67,7 +64,7 @@ PATCHES = (
     Patch(
         identity="success-across-stages",
         target="megatron.training.training:logical_and_across_model_parallel_group",
-        versions=_VERSIONS,
+        versions=STAGGERED_OPTIMIZER_SUPPORTED,
         parameters=("input",),
         reason="under --adaptra-staggered-optimizer: every step succeeds (loss scalers are refused), and to ask all "
         "stages is a barrier",

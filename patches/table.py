@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 SUPPORTED = ">=0.14,<0.21"
 """Releases of megatron-core (PEP 440) with which this package is tested: docs/versions.md."""
+GRADIENT_SYNC_SUPPORTED = ">=0.16,<0.21"
+"""For --adaptra-gradient-sync: the replaced start of reductions has been compared with these releases."""
+SYNC_MODE_SUPPORTED = ">=0.16,<0.18"
+"""For --adaptra-sync-mode. From 0.18 on replicas also meet for statistics of packed sequences, and from 0.19 on losses
+are summed over groups that are looked up once."""
+STAGGERED_OPTIMIZER_SUPPORTED = ">=0.14,<0.17"
+"""For --adaptra-staggered-optimizer: later releases have other steps in ChainedOptimizer.step and clipping."""
 
 
 class PatchError(RuntimeError):

@@ -21,8 +21,6 @@ from adaptra_megatron.schedule.ir import (
     require_counts,
 )
 
-# Splits whole backwards in an input gradient (I) now and a weight gradient (W) later.
-
 
 def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
     """Return the schedule with each B turned into I and its W put off by `delay` backwards of the same stage.

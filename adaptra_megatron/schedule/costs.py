@@ -317,8 +317,6 @@ def _check_link(source: int, target: int, cost: LinkCost, placement: Placement) 
         raise CostError(f"rendezvous of link {source}->{target} must be true or false, got {cost.rendezvous!r}")
 
 
-# Costs of one pipeline as JSON, both ways.
-
 _FIELDS = {field.name for field in fields(Costs)} - {"custom_placement", "micro_batch_factors"} | {"placement"}
 _MOST = 1 << 20
 """Limit of stages, chunks, their product, and micro-batches in a document: far above real pipelines."""

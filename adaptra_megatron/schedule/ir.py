@@ -15,10 +15,6 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-# Which stage runs which part of the model: the table that says where every message goes.
-
-# What the schedule package raises for a schedule that cannot be.
-
 
 class ScheduleError(ValueError):
     """A schedule breaks a rule: the message names rule, place, numbers and remedy.

@@ -10,8 +10,6 @@ from typing import NoReturn
 from adaptra_megatron.schedule.costs import Released, released_per_stage
 from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule, ScheduleError
 
-# Finds orders of stages that wait on each other for ever, and says which waits for which.
-
 
 def check_progress(schedule: Schedule) -> None:
     """Raise ScheduleError, naming the cycle of waits, if the orders deadlock; without a clock.

@@ -244,8 +244,6 @@ def _groups(base: Costs, replicas: int, overrides: Sequence[Override]) -> tuple[
     return tuple(sorted(equal.values(), key=lambda group: group.replicas[0]))
 
 
-# Reads the costs of a job from JSON: those of one pipeline, and what its replicas add.
-
 _JOB_FIELDS = ("replicas", "ranks_per_stage", "gradient_sync_s", "message_bytes")
 
 

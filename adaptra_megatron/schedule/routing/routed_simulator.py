@@ -21,8 +21,6 @@ from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, seconds_
 from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule, Routing
 from adaptra_megatron.schedule.simulator import SimulationError, Times
 
-# Bridge to the native core: costs and orders of a routed job as the plain numbers it takes, and back.
-
 # An action of a known cell is one number: number of its micro-batch in the job * 4 + index of its kind here.
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _INDEX_OF_KIND = {kind: index for index, kind in enumerate(_KINDS)}
@@ -183,8 +181,6 @@ def _describe_deadlock(schedule: RoutedSchedule, costs: RoutedCosts, position: S
     )
     return "the orders wait on each other for ever: " + "; ".join(waiting)
 
-
-# Checks that a routed schedule can run: complete, in order, within the caps, free of deadlock.
 
 _ROUNDING = 1e-9
 

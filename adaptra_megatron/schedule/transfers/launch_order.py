@@ -31,8 +31,6 @@ from adaptra_megatron.schedule.ir import Action, Kind, Order, Placement, Schedul
 from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
 from adaptra_megatron.schedule.simulator import check_fits, simulate
 
-# Which message an action needs and which one it produces, and between which stages: looked up in the placement.
-
 
 class OrderedMessage(NamedTuple):
     """An activation (`gradient` False) or a gradient for `chunk` of the receiving stage.

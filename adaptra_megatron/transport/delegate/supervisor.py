@@ -48,10 +48,6 @@ from adaptra_megatron.transport.delegate.delegate_control import (
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 from adaptra_megatron.transport.wires.wire_registry import WIRES
 
-# Watches that the delegate answers: a process that is stopped or hangs keeps its sockets open and says nothing.
-# Silence is counted only while the asking process itself ran: one that was stopped, or kept from running by a busy
-# machine or a long garbage collection, comes back late for its own tick, and that tick proves nothing about others.
-
 INTERVAL_S = 0.25
 PATIENCE_S = 0.75
 """Longest silence of a delegate before it is replaced."""
@@ -64,6 +60,9 @@ LATE_S = 0.1
 class Heartbeat:
     """Heartbeat of one delegate: decides when to ping and when it has been silent for too long. No clock, thread or
     I/O.
+
+    Silence counts only while this process itself ran: one that was stopped, or kept from running by a busy machine or a
+    garbage collection, is late for its own tick, which then proves nothing about the delegate.
 
     Times are arguments (seconds of the monotonic clock). Call `tick` at `next_s` or later, and `answered` for each
     pong before a tick that is due.
@@ -99,9 +98,6 @@ class Heartbeat:
         self._answered = max(self._answered, number)
         if self._answered == self._asked:
             self.silent_s = 0.0
-
-
-# A running delegate as its training process has it: the process, and the channel to it.
 
 
 class DelegateProcess(ChildProcess):

@@ -3,6 +3,10 @@
 
 Nothing here but `confirmed` is called with the link's lock held, and nothing here waits for the peer but threads of its
 own.
+
+Sends and receives start strictly in the order of their indices, whatever thread they come from: NCCL matches by order
+alone. A message starts at once, in the thread that asks for it, so what the training launches later is behind it on the
+device too. Probes, and messages whose shape comes first, wait for their turn, so that none of them waits on the device.
 """
 
 from __future__ import annotations
@@ -26,12 +30,6 @@ from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread, O
 from adaptra_megatron.transport.link_paths import PROBE_NBYTES
 from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
-
-# One end of one device session: sends and receives by index, and a thread that sees arrivals the moment they happen.
-# Sends and receives start strictly in the order of their indices, from whichever threads they come, for NCCL matches
-# by order alone. A message's starts in the thread that asks for it, at once: what the training launches after it is
-# then behind it on the device too. What carries nothing (probes), and messages whose shape is to come first, wait
-# their turn instead: of these none stands on the device behind another.
 
 logger = logger_of(__name__)
 

@@ -53,15 +53,13 @@ from adaptra_megatron.transport.message_keys import (
 )
 from adaptra_megatron.transport.wires.wire_registry import WIRES
 
-# What one end of a link is made of, and how its parts work together, all with the link's lock held.
-# A writer fills the outbound ring of the host path, and a reader empties the inbound ring into fresh tensors, each
-# with a thread of its own; queues keep what they carry, and `PathSwitch` says which path messages take. A message is
-# acknowledged when it has arrived and has been asked for, as a send over torch.distributed completes when its
-# receive is posted; until then its sender keeps it, and sends it again whenever the rings had to be replaced.
-
 
 class LinkParts:
-    """Parts of one end of a link, all guarded by its lock. Callers hold that lock."""
+    """Parts of one end of a link, all guarded by its lock. Callers hold that lock.
+
+    A writer fills the outbound ring and a reader empties the inbound ring into fresh tensors, each with a thread.
+    Queues keep the messages in flight, and PathSwitch chooses their paths.
+    """
 
     def __init__(
         self,

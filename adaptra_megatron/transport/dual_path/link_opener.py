@@ -30,10 +30,6 @@ from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup.host_setup import HostSetup, Offer
 from adaptra_megatron.transport.wires.wire_registry import WIRES
 
-# How the two ends of a link agree on which opening of it they are at, whichever of them opens it first or more often.
-# Each end says in the job's store what it is at; the greater number of two that are open counts. An end never comes
-# back to a number, so connections and device sessions of one opening get into no other.
-
 
 class Opening(NamedTuple):
     """One end's statement about its link, published in the store."""
@@ -44,7 +40,11 @@ class Opening(NamedTuple):
 
 
 class LinkOpenings:
-    """Openings of one link, at one end. No I/O; not thread-safe."""
+    """Openings of one link, at one end. No I/O; not thread-safe.
+
+    Each end publishes its number; of two that are open the greater counts. A number never comes back, so connections
+    and device sessions of one opening get into no other.
+    """
 
     def __init__(self, number: int = 0) -> None:
         """`number`: openings so far; 1, open, for a link made at the start."""

@@ -49,11 +49,6 @@ from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecificat
 logger = logger_of(__name__)
 
 
-# What a link does on its device path: collected with the link's lock, done without it.
-# Sending and receiving are for the thread that asks for them; making and ending sessions may take time, and is for a
-# thread of its own.
-
-
 class DeviceSide:
     """Actions of a link on its device path. Callers hold the link's lock, except for `do`."""
 
@@ -115,9 +110,6 @@ class DeviceSide:
         link = self._state.ends.direction(receiving=not as_sender)
         logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, half.cause)
 
-
-# What a link sends by its host path.
-# Messages, also those that the device path did not bring; notes, confirmations of what that brought, and probes.
 
 _CONFIRMS = 1 << 63
 """Bit that marks an acknowledgement of the device path: session, and number of its messages that have arrived."""

@@ -23,8 +23,6 @@ import msgspec
 
 from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, unpacked
 
-# Brings notes to the peer once and in order: by the host path, and by the link's line while that does not answer.
-
 OVERDUE_S = 0.2
 """Longest time for the host path to get a note acknowledged before the control connection carries it too."""
 

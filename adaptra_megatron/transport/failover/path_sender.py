@@ -50,14 +50,14 @@ from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.link_paths import PROBE_NBYTES, Path, PathSettings, ProbeTimes, TransferTimes, why_down
 from adaptra_megatron.transport.message_keys import MessageKey
 
-# Bursts of probes that measure the path which a link's messages do not take, to choose between the two.
-# The probes of a burst go one after the other, each once the one before is known to have arrived: so each finds the
-# path idle, and tells what one message takes. A burst counts as a whole or not at all.
-
 
 @dataclass
 class Burst:
-    """State of one probe burst at its sender. Not thread-safe: callers hold the link's lock."""
+    """State of one probe burst at its sender. Not thread-safe: callers hold the link's lock.
+
+    A probe leaves once the one before has arrived: so it finds the path idle, and its time is that of one message. A
+    burst counts as a whole or not at all.
+    """
 
     path: Path
     nbytes: int

@@ -14,8 +14,6 @@ from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.message_keys import AbortedError, TransportError
 
-# What one end knows about a link being up, down or finished, and the errors that say so.
-
 _CAUSE_S = 0.2
 """Time between a peer's FIN and the failure of waits: the cause of its end may still arrive."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from adaptra_megatron.transport.gpu.copies import Payload, Receipt
 from adaptra_megatron.transport.message_keys import MessageKey
 
-# Messages from one neighbour, between their arrival or the asking for them and their use; and what to acknowledge.
-
 
 @dataclass(frozen=True, slots=True)
 class MessageArrival:

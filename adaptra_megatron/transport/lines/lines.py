@@ -37,8 +37,6 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, packed, plain_text, unpacked
 from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
 
-# What two training processes say to each other on a line: one JSON object per line of text.
-
 LINE_NBYTES = 4 * NOTE_NBYTES
 """Largest message: a note whose text is quoted once more."""
 

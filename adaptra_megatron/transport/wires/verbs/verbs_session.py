@@ -22,11 +22,6 @@ from adaptra_megatron.transport.wires.verbs.rail import (
 )
 from adaptra_megatron.transport.wires.verbs.verbs_messages import Grant, Hello, RailMessage, Unable, VerbsMessage
 
-# Which rail carries which chunk, and which chunks have arrived: the bookkeeping that makes each arrive once.
-# A rail is a queue pair over one RNIC and its counterpart. Chunks are the frames of a session's ring, numbered from
-# 0 in the order of the ring: chunk n leaves from slot n of the sender's ring and belongs into slot n of the
-# receiver's.
-
 _HALF = 1 << 31
 
 
@@ -84,7 +79,11 @@ class _Lane:
 
 
 class Stripes:
-    """Distributes chunks over rails by the bytes in flight on each, from the ring to their arrival."""
+    """Distributes chunks over rails by the bytes in flight on each, from the ring to their arrival.
+
+    A rail is a queue pair over one RNIC and its counterpart. Chunk n is the n-th frame of a session: it leaves from
+    slot n of the sender's ring and arrives in slot n of the receiver's.
+    """
 
     def __init__(self, rails: int) -> None:
         self._lanes = [_Lane() for _ in range(rails)]

@@ -27,9 +27,6 @@ from adaptra_megatron.transport.wires.verbs.verbs_messages import Hello, Unable,
 from adaptra_megatron.transport.wires.verbs.verbs_session import VerbsSession
 from adaptra_megatron.transport.wires.wire import Traffic
 
-# What comes out of a ring, for an event loop: taken there as long as there is something, awaited on a thread if not.
-# Waking a thread for each slot would cost more than what is done with the slot.
-
 Item = TypeVar("Item")
 _LOOK_S = 60.0
 """Longest sleep of the thread without a signal."""
@@ -38,7 +35,10 @@ _JOIN_S = 1.0
 
 
 class RingWatch(Generic[Item]):
-    """One side of a ring, for the event loop that made it: a thread does the waiting."""
+    """One side of a ring, for the event loop that made it: a thread waits only once nothing is left to take.
+
+    Waking a thread for each slot would cost more than the work for the slot.
+    """
 
     def __init__(self, ring: Ring, get: Callable[[float], Item | None], came: Callable[[], None]) -> None:
         """`get` waits in the ring until a deadline; `came` is called when `pull` should be called after a `watch`."""
