@@ -18,15 +18,13 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Introduction, JobLayout, layout_of
-from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
-from adaptra_megatron.control.decision_reader import DELAY, decision_key
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Introduction, JobLayout, layout_of
+from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.decisions import TelemetrySection
+from adaptra_megatron.control.exchange import DELAY, PlanExchange, decision_key, exchange_place
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.control.order.plan_book import Layout
-from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
-from adaptra_megatron.control.planner_process.planner_messages import Begin
+from adaptra_megatron.control.sidecar.planner_client import Begin, PlannerClient
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.transport.link_paths import Path as LinkPath
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes

@@ -23,7 +23,7 @@ from statistics import fmean, median
 
 import torch
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts

@@ -25,9 +25,9 @@ from support.device_model.from_megatron import record_stock  # noqa: E402
 from support.device_model.from_runtime import Iteration, Job  # noqa: E402
 from support.device_model.threads import record_by_host  # noqa: E402
 
+from adaptra_megatron.control.deciders.path_decider import Setting, choose  # noqa: E402
 from adaptra_megatron.control.decisions import LinkName  # noqa: E402
-from adaptra_megatron.control.detector.link_findings import LinkEstimate, State  # noqa: E402
-from adaptra_megatron.control.path_decider import Setting, choose  # noqa: E402
+from adaptra_megatron.control.detector.observations import LinkEstimate, State  # noqa: E402
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs  # noqa: E402
 from adaptra_megatron.schedule.planner import plan  # noqa: E402
 from adaptra_megatron.transport.gpu.hardware_queues import ENOUGH_QUEUES  # noqa: E402

@@ -39,7 +39,7 @@ def iterate(model: Any, conservation: Any, call: Any) -> tuple[float, float]:
 
 
 def main(width: int, micro_batches: int, *, sharded: bool) -> None:
-    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 
     FaultTolerantGroups().install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

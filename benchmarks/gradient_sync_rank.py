@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.gradsync import peer_messages as peers
 from adaptra_megatron.gradsync.all_reduce.algorithms import AllReduceWire, chain_chunks, stock_s
 from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden, ring

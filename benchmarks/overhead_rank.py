@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be ins
 
 from adaptra_megatron.control import control_loop  # noqa: E402
 from adaptra_megatron.control.decisions import Decision  # noqa: E402
-from adaptra_megatron.control.planner_process import planner_keeper as keeper  # noqa: E402
+from adaptra_megatron.control.sidecar import planner_client as keeper  # noqa: E402
 from adaptra_megatron.engine import pipeline  # noqa: E402
 from adaptra_megatron.engine.dispatch import dispatch  # noqa: E402
 from adaptra_megatron.engine.execution import executor  # noqa: E402

@@ -24,10 +24,15 @@ from multiprocessing.connection import Connection
 from control_plane import drain, resident_mb
 from control_plane_rank import say
 
-from adaptra_megatron.common.authentication.handshake import connect
-from adaptra_megatron.control.beside.report_link import CONNECT_S, HANDSHAKE_S
-from adaptra_megatron.control.beside.report_server import ReportServer, purpose_of
-from adaptra_megatron.control.rounds import Gathering, framed
+from adaptra_megatron.common.handshake import connect
+from adaptra_megatron.control.sidecar.report_connections import (
+    CONNECT_S,
+    HANDSHAKE_S,
+    Gathering,
+    ReportServer,
+    framed,
+    purpose_of,
+)
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SECRET, PLACE = b"s" * 32, "bench"

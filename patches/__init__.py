@@ -14,7 +14,7 @@ Attributes are replaced, sources are not copied: so a release of Megatron is eit
 """
 
 import adaptra_megatron
-from adaptra_megatron.common.one_checkout import check_one_checkout
+from adaptra_megatron.common.environment import check_one_checkout
 
 check_one_checkout(adaptra_megatron.__file__, __file__)
 

@@ -23,12 +23,12 @@ from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PA
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
 
 from adaptra_megatron import __version__
+from adaptra_megatron.common.environment import what_is_too_old
 from adaptra_megatron.common.log import is_first_rank, logger_of
-from adaptra_megatron.common.torch_release import what_is_too_old
 from adaptra_megatron.config import AdaptraConfig
 
 if TYPE_CHECKING:
-    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
     from adaptra_megatron.engine.features import Decorate, MakeHooks
     from adaptra_megatron.engine.runtime import AdaptraRuntime
 

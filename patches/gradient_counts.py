@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _with_counts(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.elastic.live_group import counts_of
+    from adaptra_megatron.elastic.process_group import counts_of
 
     @functools.wraps(stock)
     def reset(buffer: Any) -> None:

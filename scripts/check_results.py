@@ -49,13 +49,13 @@ _HOST_PATH = (
     *_in("csrc/ring", "ring.cpp", "tcp_pump.cpp", "slot_access.cpp", "spin.hpp"),
 )
 _FAULT_TOLERANCE = (
-    f"{_PACKAGE}/elastic/survival.py",
-    f"{_PACKAGE}/elastic/commit.py",
+    f"{_PACKAGE}/elastic/recovery.py",
+    f"{_PACKAGE}/elastic/protocol_store.py",
     f"{_PACKAGE}/elastic/protocol.py",
     f"{_PACKAGE}/elastic/fence.py",
-    f"{_PACKAGE}/elastic/live_group.py",
-    f"{_PACKAGE}/elastic/live_groups.py",
-    f"{_PACKAGE}/elastic/live_group.py",
+    f"{_PACKAGE}/elastic/process_group.py",
+    f"{_PACKAGE}/elastic/process_group_manager.py",
+    f"{_PACKAGE}/elastic/process_group.py",
 )
 
 SOURCES: Mapping[str, Sequence[str]] = {
@@ -66,23 +66,23 @@ SOURCES: Mapping[str, Sequence[str]] = {
     ),
     "closed_loop.md": (
         "benchmarks/closed_loop.py",
-        *(f"{_PACKAGE}/control/order/cost_estimates.py", f"{_PACKAGE}/control/order/replanner.py"),
+        *(f"{_PACKAGE}/control/deciders/decider.py", f"{_PACKAGE}/control/deciders/plan_state.py"),
         *(
             f"{_PACKAGE}/control/detector/detector.py",
-            f"{_PACKAGE}/control/detector/link_series.py",
-            f"{_PACKAGE}/control/detector/levels.py",
+            f"{_PACKAGE}/control/detector/detector.py",
+            f"{_PACKAGE}/control/detector/series.py",
             f"{_PACKAGE}/control/detector/series.py",
         ),
     ),
     "control_plane.md": (
         *_in("benchmarks", "control_plane.py", "control_plane_rank.py"),
         *(
-            f"{_PACKAGE}/control/control_loop.py",
-            f"{_PACKAGE}/control/decision_reader.py",
-            f"{_PACKAGE}/control/decision_reader.py",
+            f"{_PACKAGE}/control/exchange.py",
+            f"{_PACKAGE}/control/exchange.py",
+            f"{_PACKAGE}/control/exchange.py",
             f"{_PACKAGE}/common/typed_messages.py",
         ),
-        *(f"{_PACKAGE}/control/planner_process/plan_server.py", f"{_PACKAGE}/control/beside/report_server.py"),
+        *(f"{_PACKAGE}/control/sidecar/planner_process.py", f"{_PACKAGE}/control/sidecar/report_connections.py"),
     ),
     "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_FAULT_TOLERANCE),
     "deaths_campaign.md": ("campaigns/deaths.py", "campaigns/death_stories.py", f"{_PACKAGE}/elastic"),
@@ -117,7 +117,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
         *(f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/execution/executor.py"),
         *(
             f"{_PACKAGE}/control/measurements.py",
-            f"{_PACKAGE}/control/leader.py",
+            f"{_PACKAGE}/control/deciders/decision_engine.py",
             f"{_PACKAGE}/common/typed_messages.py",
         ),
         f"{_PACKAGE}/control/detector/detector.py",

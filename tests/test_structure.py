@@ -178,11 +178,7 @@ PRIVATE_WORDS = {
 }
 """Words for which docs/glossary.md has the field's: notified, received, sidecar, recover, peer ..."""
 PRIVATE_LEFT = {
-    f"{PACKAGE}.control.beside",
-    f"{PACKAGE}.control.beside.beside_process",
-    f"{PACKAGE}.control.beside.beside_process.hear",
-    f"{PACKAGE}.control.beside.report_link",
-    f"{PACKAGE}.control.beside.report_server",
+    f"{PACKAGE}.control.sidecar.sidecar_process.hear",
     f"{PACKAGE}.control.decisions.told",
     f"{PACKAGE}.control.detector.detector.declare_slow_beside_peers",
     f"{PACKAGE}.control.stragglers.straggler_reports.told",

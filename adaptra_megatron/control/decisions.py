@@ -17,7 +17,7 @@ from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has none in Python 3.10
 
-MOST_NBYTES, MOST_FIGURES_NBYTES = 1 << 26, 1 << 22
+MAX_DECISION_NBYTES, MOST_FIGURES_NBYTES = 1 << 26, 1 << 22
 """Longest decision, and the figures in it."""
 
 
@@ -178,5 +178,5 @@ class Decision:
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
 
-decision_of: Decoder[Decision] = Decoder(Decision, MOST_NBYTES)
+decision_of: Decoder[Decision] = Decoder(Decision, MAX_DECISION_NBYTES)
 """A decision as it travelled."""

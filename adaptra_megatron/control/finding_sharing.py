@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.typed_messages import packed, unpacked
-from adaptra_megatron.control.decisions import MOST_NBYTES, TelemetrySection
+from adaptra_megatron.control.decisions import MAX_DECISION_NBYTES, TelemetrySection
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,
@@ -42,7 +42,7 @@ class SharedRequests:
             if found != TelemetrySection():
                 self._store.set(key, packed(found))
             elif self._take is None and (entry := self._store.peek(key)) is not None:
-                found = unpacked(entry, TelemetrySection, MOST_NBYTES)
+                found = unpacked(entry, TelemetrySection, MAX_DECISION_NBYTES)
         self._number += found != TelemetrySection()
         return found
 

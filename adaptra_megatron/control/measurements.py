@@ -37,7 +37,7 @@ MESSAGE = np.dtype(
 The first five fields are what messages are ordered by."""
 Messages = npt.NDArray[np.void]
 """Messages as an array of dtype MESSAGE, in order of `message_order`."""
-MOST_NBYTES = 1 << 26
+MAX_REPORT_NBYTES = 1 << 26
 """Longest measurement."""
 
 
@@ -265,7 +265,7 @@ def stage_measurement(
     )
 
 
-_DECODED: Decoder[StageMeasurement] = Decoder(StageMeasurement, MOST_NBYTES)
+_DECODED: Decoder[StageMeasurement] = Decoder(StageMeasurement, MAX_REPORT_NBYTES)
 
 
 def measurement_of(packet: bytes) -> StageMeasurement:

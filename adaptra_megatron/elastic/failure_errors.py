@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import SilentStoreError
+from adaptra_megatron.common.control_store import SilentStoreError
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.control.control_loop import ExchangeError
+from adaptra_megatron.control.exchange import ExchangeError
 from adaptra_megatron.transport.message_keys import AbortedError, TransportError
 
 logger = logger_of(__name__)

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.elastic.failure_errors import JobLostError, UnrecoverableError
 
 if TYPE_CHECKING:
-    from adaptra_megatron.common.job.layout import JobLayout
-    from adaptra_megatron.common.job.membership import Arrival, Membership
+    from adaptra_megatron.common.layout import JobLayout
+    from adaptra_megatron.common.membership import Arrival, Membership
 
 RESTART = "restart from the last checkpoint"
 

@@ -1,24 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that learns from the launcher which ranks live, and wakes the training when one has died."""
+"""Learn from the launcher, in a thread, which ranks live, and wake or end training when one has failed.
+
+The way to find ranks that stand still: processes that are stopped, or hang in a driver, and whose hosts report.
+The first rank that has waited for longer than the job's timeout, while the launcher knows of no death, calls the
+roll. All that run interrupt what they wait in and answer; those that have not answered within the timeout stand
+still, and the launcher ends them. From then on they are ranks that have died.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.layout import JobLayout
-from adaptra_megatron.common.job.membership import Membership, MembershipRecords, Stalled
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.membership import Membership, MembershipRecords, Stalled
+from adaptra_megatron.common.sealed_store import SealedStore
 
 logger = logger_of(__name__)
 
+_CONNECT_S, _STARTUP_POLL_S = 60.0, 0.5
 
-# The way to find ranks that stand still: processes that are stopped, or hang in a driver, and whose hosts report.
-# The first rank that has waited for longer than the job's timeout, while the launcher knows of no death, calls the
-# roll. All that run interrupt what they wait in and answer; those that have not answered within the timeout stand
-# still, and the launcher ends them. From then on they are ranks that have died.
+
+class StartupFailureMonitor:
+    """From construction to `close`, if a launcher says which ranks live."""
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+        threading.Thread(target=self._work, name="adaptra-early-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread; from now on deaths are another's business."""
+        self._closed.set()
+
+    def _work(self) -> None:
+        try:
+            records = MembershipRecords.of_rank(_CONNECT_S)
+            while not self._closed.wait(_STARTUP_POLL_S):
+                membership = records.newest()
+                if membership is None or self._closed.is_set():
+                    return
+                if membership.left:
+                    whys = "; ".join(f"rank {each.rank} on host {each.host}: {each.why}" for each in membership.left)
+                    logger.error(
+                        "%s, before the first iteration: the ranks do not know each other yet, so the job ends; "
+                        "nothing has been trained, start it again",
+                        whys,
+                    )
+                    os._exit(1)  # the training thread waits in the store or in a collective for minutes
+        except (KeyError, RuntimeError):  # no launcher of ours, or its store is gone: training will say so
+            return
+
 
 _ROLL_CALL_LOOKS_S = 0.1
 

@@ -32,8 +32,8 @@ from adaptra_megatron.elastic.generation import (
 )
 
 if TYPE_CHECKING:
-    from adaptra_megatron.common.job.layout import JobLayout
-    from adaptra_megatron.common.job.membership import Membership
+    from adaptra_megatron.common.layout import JobLayout
+    from adaptra_megatron.common.membership import Membership
 
 COMMIT, REDO, REPEAT = "commit", "redo", "repeat"
 """Fates of an attempt, written once. REDO: a rank has failed. REPEAT: none has, but a rank has found that gradients

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.common.variables import FLAGS_VARIABLE, ON_VARIABLE, is_set
+from adaptra_megatron.common.environment import FLAGS_VARIABLE, ON_VARIABLE, is_set
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.enabling import Enabling

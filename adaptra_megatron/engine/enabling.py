@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from adaptra_megatron.common.environment import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE, is_turned_off
 from adaptra_megatron.common.foreign_errors import is_about_our_flags
 from adaptra_megatron.common.log import is_first_of_host, is_first_rank, logger_of
-from adaptra_megatron.common.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE, is_turned_off
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
 from adaptra_megatron.megatron.job_settings import settings_of_objects
 
@@ -123,7 +123,7 @@ class Enabling:
             return
         if config.policy == "off":
             return
-        from adaptra_megatron.common.torch_release import what_is_too_old
+        from adaptra_megatron.common.environment import what_is_too_old
 
         too_old = what_is_too_old()
         if too_old is not None:

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adaptra_megatron.common.job.membership import MembershipRecords
+from adaptra_megatron.common.membership import MembershipRecords
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.control_loop import PlanExchange
+from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.decisions import Decision, Moved, decision_of
-from adaptra_megatron.control.order.plan_book import Layout
-from adaptra_megatron.elastic.awaiting import said_by_one
-from adaptra_megatron.elastic.commit import Word
+from adaptra_megatron.control.exchange import PlanExchange
 from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.elastic.generation import FIRST, Generation
-from adaptra_megatron.elastic.job_joining import JoinResult, RejoiningRank, Return
-from adaptra_megatron.elastic.live_groups import FaultTolerantGroups, interruptible, live_groups
-from adaptra_megatron.elastic.survival import RankFailure, RecoveryManager
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups, interruptible, live_groups
+from adaptra_megatron.elastic.protocol_store import Word, said_by_one
+from adaptra_megatron.elastic.recovery import RankFailure, RecoveryManager
+from adaptra_megatron.elastic.rejoin import JoinResult, RejoiningRank, Return
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
 from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, take_place
 from adaptra_megatron.engine.rerouting.rerouting import Rerouting

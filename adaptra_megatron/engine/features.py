@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from adaptra_megatron.common.variables import START_VARIABLE
+from adaptra_megatron.common.environment import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
 
 if TYPE_CHECKING:
-    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
     from adaptra_megatron.engine.pipeline import Pipeline
     from adaptra_megatron.engine.training_job import Job
     from adaptra_megatron.megatron.computation import StageComputation
@@ -84,7 +84,7 @@ class EndedJob(IterationHooks):
 
     def fail(self, cause: BaseException) -> None:
         """See IterationHooks. It is logged, and the peers learn why."""
-        from adaptra_megatron.elastic.last_word import end_job
+        from adaptra_megatron.elastic.job_abort import end_job
 
         self._ending = end_job(self.pipeline.job.control, self.pipeline.job.layout, cause)
 
@@ -154,7 +154,7 @@ def make_features(
     else:
         features.append(EngineFeature(EndedJob))
         if os.environ.get(START_VARIABLE):
-            from adaptra_megatron.elastic.live_groups import refuse_newcomer
+            from adaptra_megatron.elastic.process_group_manager import refuse_newcomer
 
             refuse_newcomer(config.reroute)
     features += [SplitEngineLayers(queue), EngineFeature(GuardedOrder)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from adaptra_megatron.common.job.layout import JobLayout
-from adaptra_megatron.control.order.plan_book import PlanState
+from adaptra_megatron.common.layout import JobLayout
+from adaptra_megatron.control.deciders.plan_state import PlanState
 from adaptra_megatron.control.stage_memory import MemoryMeter
 from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import ActivationAccount, Steps, planned_steps
@@ -16,7 +16,7 @@ from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.ir import Schedule
 
 if TYPE_CHECKING:
-    from adaptra_megatron.control.routes.cell_order import CellOrder
+    from adaptra_megatron.control.deciders.route_decider import CellOrder
 
 
 class Work(NamedTuple):

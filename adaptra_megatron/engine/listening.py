@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection
 
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.transport.message_keys import TransportError

@@ -7,15 +7,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.common.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.control_loop import exchange_place
+from adaptra_megatron.control.deciders.plan_state import PlanState
 from adaptra_megatron.control.decisions import TelemetrySection
+from adaptra_megatron.control.exchange import exchange_place
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings, SharedRequests
-from adaptra_megatron.control.order.plan_book import PlanState
-from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
-from adaptra_megatron.control.planner_process.planner_messages import Begin, PathPolicy, RoutePolicy
+from adaptra_megatron.control.sidecar.planner_client import Begin, PathPolicy, PlannerClient, RoutePolicy
 from adaptra_megatron.engine.listening import listen_for
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry

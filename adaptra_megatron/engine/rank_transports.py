@@ -11,7 +11,7 @@ import torch
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.planner_process.planner_messages import PathPolicy
+from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity

@@ -19,18 +19,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import epoch_group
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import epoch_group
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.clocks.clock_service import RelatedClock
+from adaptra_megatron.control.clocks import RelatedClock
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.elastic.failure_errors import LateRankError, of_backend
 from adaptra_megatron.elastic.generation import Generation
-from adaptra_megatron.elastic.job_joining import PATIENCE_S, JoinResult, RejoiningLateError, RejoiningRank
-from adaptra_megatron.elastic.live_groups import interruptible
+from adaptra_megatron.elastic.process_group_manager import interruptible
+from adaptra_megatron.elastic.rejoin import PATIENCE_S, JoinResult, RejoiningLateError, RejoiningRank
 from adaptra_megatron.engine.training_job import Counters, Job, JobEntry, Result
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.state.training_state import (

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import adaptra_megatron
 from adaptra_megatron.common.child_process import OwningProcess
-from adaptra_megatron.common.job.gathering import gather
+from adaptra_megatron.common.environment import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
+from adaptra_megatron.common.gathering import gather
 from adaptra_megatron.common.log import is_first_rank, logger_of
-from adaptra_megatron.common.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.stage_memory import MemorySource
 from adaptra_megatron.engine.features import Decorate, MakeHooks, make_features
@@ -42,7 +42,7 @@ from adaptra_megatron.transport.gpu.training_device import current_device
 from adaptra_megatron.transport.message_keys import TwoPathTransport
 
 if TYPE_CHECKING:
-    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 
 logger = logger_of(__name__)
 

@@ -10,13 +10,12 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import gather_layout
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import gather_layout
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.clocks.clock_service import RelatedClock
-from adaptra_megatron.control.clocks.clocks import ClockSettings, relate_clocks
-from adaptra_megatron.control.control_loop import exchange_error
+from adaptra_megatron.control.clocks import ClockSettings, RelatedClock, relate_clocks
+from adaptra_megatron.control.exchange import exchange_error
 from adaptra_megatron.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.transport.gpu.training_device import current_device, pci_bus_id
 from adaptra_megatron.transport.setup.rnic_affinity import RnicError, rank_rnics

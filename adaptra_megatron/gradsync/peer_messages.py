@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import epoch_group, nccl_group
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import epoch_group, nccl_group
 
 _ACCUSED = "accused"
 _STORE_S = 5.0

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.distributed import DistStoreError
 
+from adaptra_megatron.common.control_store import ControlStore, DeadlineStore
 from adaptra_megatron.common.foreign_errors import is_store_timeout
-from adaptra_megatron.common.job.control_store import ControlStore, DeadlineStore
-from adaptra_megatron.common.job.gathering import epoch_group
+from adaptra_megatron.common.gathering import epoch_group
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.gradsync.peer_messages import PeerError
 from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient, ModeDecider

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import gather
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import gather
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.gradsync.peer_messages import PeerMessage, Peers
 from adaptra_megatron.gradsync.straggler_all_reduce import sum_over

@@ -29,7 +29,7 @@ from adaptra_megatron.transport.link_paths import LinkCounters, Path, ProbeTimes
 if TYPE_CHECKING:  # processes without torch import this
     import torch
 
-    from adaptra_megatron.common.job.control_store import ControlStore
+    from adaptra_megatron.common.control_store import ControlStore
 
 
 class Direction(str, enum.Enum):

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.common.job.membership import START_VARIABLE, MembershipRecords
+from adaptra_megatron.common.membership import START_VARIABLE, MembershipRecords
 from testing.faults.emulated_compute import EmulationError
 from testing.faults.operation_board import WAITING, OperationBoard
 
@@ -184,8 +184,8 @@ class Deaths:
 
 def _functions() -> dict[str, tuple[Any, str]]:
     """Return owner and name of the function that runs at each of `POINTS`."""
-    from adaptra_megatron.elastic.job_joining import RejoiningRank
-    from adaptra_megatron.elastic.survival import RecoveryManager
+    from adaptra_megatron.elastic.recovery import RecoveryManager
+    from adaptra_megatron.elastic.rejoin import RejoiningRank
     from adaptra_megatron.engine import rejoining
 
     return {

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
-from adaptra_megatron.common.job.membership import START_VARIABLE
+from adaptra_megatron.common.membership import START_VARIABLE
 from adaptra_megatron.transport.link_paths import Path as LinkPath
 from testing.faults.emulated_compute import EmulationError
 from testing.faults.network.link_faults import LinkFault
@@ -177,9 +177,9 @@ class LateRank:
             self._inside, self._reductions = False, 0
 
     def __enter__(self) -> LateRank:
-        from adaptra_megatron.common.job.control_store import ControlStore
-        from adaptra_megatron.elastic.job_joining import RejoiningRank
-        from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+        from adaptra_megatron.common.control_store import ControlStore
+        from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
+        from adaptra_megatron.elastic.rejoin import RejoiningRank
 
         reason = "what is emulated is late"
         replaced = [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
-from adaptra_megatron.common.job.gathering import gloo_group
+from adaptra_megatron.common.gathering import gloo_group
 from testing.replacing import Replacement
 
 CPU = torch.device("cpu")

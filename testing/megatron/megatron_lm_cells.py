@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
 
-from adaptra_megatron.common.job.membership import START_VARIABLE
+from adaptra_megatron.common.membership import START_VARIABLE
 from testing.faults.deaths import Arrivals, Deaths, parse_death
 from testing.faults.emulated_compute import parse_compute
 from testing.faults.planners import exact_times

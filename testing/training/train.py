@@ -32,7 +32,7 @@ from testing.training.process_groups import join_job, seed_everything, set_up_gr
 from testing.training.training_arguments import check_arguments
 
 if TYPE_CHECKING:
-    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
     from adaptra_megatron.engine.runtime import AdaptraRuntime
     from testing.faults.late_operations import LateRank
 
@@ -82,7 +82,7 @@ def _live_groups(args: argparse.Namespace) -> FaultTolerantGroups | None:
     if not args.adaptra:
         return None
     from adaptra_megatron.config import config_from_arguments
-    from adaptra_megatron.elastic.live_groups import live_groups
+    from adaptra_megatron.elastic.process_group_manager import live_groups
 
     return live_groups(config_from_arguments(args))
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.common.authentication.handshake import CHALLENGE_NBYTES
+from adaptra_megatron.common.handshake import CHALLENGE_NBYTES
 from adaptra_megatron.transport._ring import Ring
 from campaigns.soak_driver import Done
 from campaigns.soak_processes import Process, delegate_of, leftovers, pending, sockets, state

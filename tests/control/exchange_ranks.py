@@ -17,16 +17,15 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import gather_layout
-from adaptra_megatron.common.job.layout import Introduction, JobLayout, layout_of
-from adaptra_megatron.control.beside.report_server import ReportServer
-from adaptra_megatron.control.clocks import clocks
-from adaptra_megatron.control.clocks.clock_service import RelatedClock
-from adaptra_megatron.control.control_loop import DELAY, ExchangeError, PlanExchange, exchange_place
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import gather_layout
+from adaptra_megatron.common.layout import Introduction, JobLayout, layout_of
+from adaptra_megatron.control import clocks
+from adaptra_megatron.control.clocks import RelatedClock
 from adaptra_megatron.control.decisions import Decision, LinkName, Order, Paths
+from adaptra_megatron.control.exchange import DELAY, ExchangeError, PlanExchange, exchange_place
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.control.rounds import Address, Gathering, Round, round_of
+from adaptra_megatron.control.sidecar.report_connections import Address, Gathering, ReportServer, Round, round_of
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 

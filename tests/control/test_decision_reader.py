@@ -14,11 +14,11 @@ from support.made_up.job import SECRET, ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.authentication.handshake import accept
+from adaptra_megatron.common.handshake import accept
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.decision_reader import DELAY, DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.rounds import HEAD, PLANNER_KEY, Address, framed
+from adaptra_megatron.control.exchange import DELAY, DecisionReader, decision_key
+from adaptra_megatron.control.sidecar.report_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 MEASURED = MeasuredJob().measure(1.0)[1]

@@ -9,7 +9,6 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.control.decision_reader import DELAY, DecisionWriter
 from adaptra_megatron.control.decisions import (
     Decision,
     Forecast,
@@ -19,6 +18,7 @@ from adaptra_megatron.control.decisions import (
     Paths,
     TelemetrySection,
 )
+from adaptra_megatron.control.exchange import DELAY, DecisionWriter
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 

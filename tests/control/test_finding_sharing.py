@@ -6,8 +6,8 @@ from __future__ import annotations
 from support.made_up.job import SECRET
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings
 from adaptra_megatron.telemetry.events.events import Event, Fault, LinkDetection, PlanSwitched, StageDetection
 

@@ -13,10 +13,10 @@ import pytest
 from support.made_up.measured_job import MeasuredJob
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
+from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
 from adaptra_megatron.control.decisions import Forecast, Paths
-from adaptra_megatron.control.leader import DecisionEngine
-from adaptra_megatron.control.order.plan_book import Layout, PlanState
-from adaptra_megatron.control.planner_process.planner_messages import PathPolicy
+from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.schedule_checks import check_schedule

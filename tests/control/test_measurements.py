@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from adaptra_megatron.common.typed_messages import encoded
+from adaptra_megatron.control.deciders.decider import InUse, estimate_costs, link_figures, paths_in_use
+from adaptra_megatron.control.deciders.decision_engine import BUFFERED_NBYTES, iteration_sample
+from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.detector.detector import Detector
-from adaptra_megatron.control.detector.detector_settings import DetectorSettings
-from adaptra_megatron.control.detector.link_findings import Estimates
-from adaptra_megatron.control.detector.samples import LinkId, StageId
-from adaptra_megatron.control.leader import BUFFERED_NBYTES, iteration_sample
+from adaptra_megatron.control.detector.observations import DetectorSettings, Estimates, LinkId, StageId
 from adaptra_megatron.control.measurements import (
     BrokenPath,
     StageMeasurement,
@@ -24,8 +24,6 @@ from adaptra_megatron.control.measurements import (
     measurement_of,
     stage_measurement,
 )
-from adaptra_megatron.control.order.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
-from adaptra_megatron.control.order.plan_book import Layout
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.schedule.classic import one_f_one_b, split_backward, stock_order

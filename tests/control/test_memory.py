@@ -13,8 +13,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from support.made_up.memory import MadeUpMemory, MadeUpStage
 
+from adaptra_megatron.control.deciders.decision_engine import RISE_AFTER, MeasuredCaps
 from adaptra_megatron.control.device_memory import CudaMemory, memory_of
-from adaptra_megatron.control.order.memory_caps import RISE_AFTER, MeasuredCaps
 from adaptra_megatron.control.stage_memory import (
     SAMPLED_EVERY,
     SAMPLED_ITERATIONS,

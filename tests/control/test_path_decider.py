@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.control_loop import DELAY
+from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
+from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
 from adaptra_megatron.control.decisions import Decision, LinkName, Paths
-from adaptra_megatron.control.leader import DecisionEngine
+from adaptra_megatron.control.exchange import DELAY
 from adaptra_megatron.control.measurements import BrokenPath, StageMeasurement, stage_measurement
-from adaptra_megatron.control.order.plan_book import Layout, PlanState
-from adaptra_megatron.control.planner_process.planner_messages import PathPolicy
+from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord

@@ -17,16 +17,13 @@ from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.beside import report_link
-from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
-from adaptra_megatron.control.decision_reader import DELAY
+from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
-from adaptra_megatron.control.leading import DecisionPublisher
-from adaptra_megatron.control.order.plan_book import Layout
-from adaptra_megatron.control.planner_process import planner_keeper as keeper
-from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
-from adaptra_megatron.control.planner_process.planner_messages import Begin
-from adaptra_megatron.control.rounds import MOST_AWAITED, PLANNER_KEY, Address
+from adaptra_megatron.control.exchange import DELAY, DecisionPublisher, PlanExchange, exchange_place
+from adaptra_megatron.control.sidecar import planner_client as keeper
+from adaptra_megatron.control.sidecar import report_connections as report_link
+from adaptra_megatron.control.sidecar.planner_client import Begin, PlannerClient
+from adaptra_megatron.control.sidecar.report_connections import MOST_AWAITED, PLANNER_KEY, Address
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 

@@ -15,13 +15,18 @@ from support.made_up.job import SECRET, ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.authentication.handshake import accept
+from adaptra_megatron.common.handshake import accept
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.control_loop import DELAY
-from adaptra_megatron.control.decision_reader import FIRST_PAUSE_S, LONGEST_PAUSE_S, DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision, decision_of
-from adaptra_megatron.control.leading import DecisionPublisher
-from adaptra_megatron.control.rounds import HEAD, PLANNER_KEY, Address, framed
+from adaptra_megatron.control.exchange import (
+    DELAY,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    DecisionPublisher,
+    DecisionReader,
+    decision_key,
+)
+from adaptra_megatron.control.sidecar.report_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from support.made_up.job import SECRET
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.finding_sharing import SharedRequests
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
-from adaptra_megatron.common.job.membership import MembershipRecords
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import MembershipRecords
 from adaptra_megatron.elastic.generation import Generation
-from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
-from adaptra_megatron.elastic.survival import RecoveryManager
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
+from adaptra_megatron.elastic.recovery import RecoveryManager
 
 CALLS, TIMEOUT_S = 4, 20.0
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
-from adaptra_megatron.common.job.membership import Departure, Membership, Readiness
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import Departure, Membership, Readiness
 from adaptra_megatron.elastic import generation as generations
 from adaptra_megatron.elastic.failure_errors import UnrecoverableError
 from adaptra_megatron.elastic.protocol import (

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore, TamperedError
-from adaptra_megatron.elastic import commit
-from adaptra_megatron.elastic.commit import CommitDesk, ReplicasDifferError, Word, together
-from adaptra_megatron.elastic.job_joining import admitted_so_far, note_admitted
+from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
+from adaptra_megatron.elastic import protocol_store as commit
 from adaptra_megatron.elastic.protocol import Ticket
+from adaptra_megatron.elastic.protocol_store import CommitDesk, ReplicasDifferError, Word, together
+from adaptra_megatron.elastic.rejoin import admitted_so_far, note_admitted
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import SilentStoreError
-from adaptra_megatron.control.control_loop import ExchangeError
+from adaptra_megatron.common.control_store import SilentStoreError
+from adaptra_megatron.control.exchange import ExchangeError
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,
     JobLostError,

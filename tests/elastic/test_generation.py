@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
-from adaptra_megatron.common.job.membership import Arrival, Departure, Membership, Readiness
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import Arrival, Departure, Membership, Readiness
 from adaptra_megatron.elastic.failure_errors import UnrecoverableError
 from adaptra_megatron.elastic.generation import (
     Generation,

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.elastic.generation import Generation, GenerationId
-from adaptra_megatron.elastic.live_group import FaultTolerantGroup
-from adaptra_megatron.elastic.live_groups import FaultTolerantGroups, alike
+from adaptra_megatron.elastic.process_group import FaultTolerantGroup
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups, alike
 from adaptra_megatron.megatron.state.shard_copies import OptimizerInstance
 
 REPLICAS, STAGES = 4, 2

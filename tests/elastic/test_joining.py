@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.common.job.membership import START_VARIABLE
+from adaptra_megatron.common.membership import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.elastic.failure_errors import UnrecoverableError
-from adaptra_megatron.elastic.job_joining import refuse_other_settings
-from adaptra_megatron.elastic.live_groups import live_groups
+from adaptra_megatron.elastic.process_group_manager import live_groups
+from adaptra_megatron.elastic.rejoin import refuse_other_settings
 from adaptra_megatron.engine.rejoining import settings_of
 
 

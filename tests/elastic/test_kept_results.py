@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.elastic.fence import CHUNK_NBYTES, MOST_KEPT_NBYTES, KeptResults
 from adaptra_megatron.elastic.generation import Generation, GenerationId
-from adaptra_megatron.elastic.kept_results import CHUNK_NBYTES, MOST_KEPT_NBYTES, KeptResults
 from adaptra_megatron.elastic.protocol import HandedIn, holders_of
 
 MET = Generation(GenerationId(2), frozenset({0, 1, 2}), frozenset())

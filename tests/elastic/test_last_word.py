@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.identity import process_identity
+from adaptra_megatron.common.layout import process_identity
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import packed
-from adaptra_megatron.elastic import last_word
+from adaptra_megatron.elastic import job_abort as last_word
 from adaptra_megatron.elastic.failure_errors import OtherRankError, UnrecoverableError
-from adaptra_megatron.elastic.last_word import (
+from adaptra_megatron.elastic.job_abort import (
     Ending,
     EndingProcess,
     ErrorNotice,
@@ -125,7 +125,7 @@ def test_a_process_that_does_not_end_is_not_waited_for_without_end(monkeypatch: 
 def test_an_error_is_logged_by_the_package(caplog: pytest.LogCaptureFixture) -> None:
     last_word.log_own(NAME, failed(ValueError("...")))
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("adaptra_megatron.elastic.last_word", logging.ERROR)
+    assert (record.name, record.levelno) == ("adaptra_megatron.elastic.job_abort", logging.ERROR)
 
 
 def test_the_process_that_serves_the_store_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
-from adaptra_megatron.elastic import live_groups
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.elastic import process_group_manager as live_groups
 from adaptra_megatron.elastic.failure_errors import EpochEndedError
 from adaptra_megatron.elastic.generation import FIRST, Generation, GenerationId
-from adaptra_megatron.elastic.live_group import FaultTolerantGroup
-from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+from adaptra_megatron.elastic.process_group import FaultTolerantGroup
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 
 REPLICAS = 3
 

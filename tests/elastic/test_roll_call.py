@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
-from adaptra_megatron.common.job.membership import Stalled
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import Stalled
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.elastic.membership_watch import answer_roll, is_called
 
 RANKS = 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.engine.rejoining import Handing, HandOverLateError, _Channel, _Lateness
 from adaptra_megatron.megatron.state.training_state import StateError, StateReceiver, StateSender
 

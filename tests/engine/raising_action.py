@@ -21,7 +21,7 @@ install(with_fused_weight_gradient=True)
 
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
-from adaptra_megatron.elastic.last_word import ErrorNotice  # noqa: E402
+from adaptra_megatron.elastic.job_abort import ErrorNotice  # noqa: E402
 from adaptra_megatron.engine.execution.executor import PipelineExecutor  # noqa: E402
 from testing.training.train import Trainer, train  # noqa: E402
 from testing.training.training_arguments import parse_arguments  # noqa: E402

@@ -9,7 +9,7 @@ import socket
 import pytest
 from support.made_up.job import layout
 
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.ports import PortRange
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.listening import listen_for

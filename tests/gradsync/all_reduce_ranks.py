@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden, ring
 from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
 from adaptra_megatron.gradsync.peer_messages import Begun, PeerError, PeerMessage, Peers

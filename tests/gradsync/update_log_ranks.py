@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.gradsync.peer_messages import PeerError
 from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient
 from adaptra_megatron.gradsync.sync_modes.modes import ModeKind

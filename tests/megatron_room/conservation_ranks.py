@@ -159,7 +159,7 @@ def check_late(training: Training, expected: list[torch.Tensor]) -> None:
 
 def main(instances: int) -> None:
     """All cases. `instances`: of the distributed optimizer; 1: with experts at two ranks each."""
-    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 
     FaultTolerantGroups().install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.megatron.state.shard_copies import holders_of
 
 

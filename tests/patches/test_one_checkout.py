@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes import REPOSITORY
 
-from adaptra_megatron.common.one_checkout import check_one_checkout
+from adaptra_megatron.common.environment import check_one_checkout
 
 
 def test_patches_of_another_checkout_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from adaptra_megatron.control.order.plan_book import Layout
+from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 
 FOUR = Layout(stages=4, chunks=1, group_size=None)

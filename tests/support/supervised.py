@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from adaptra_megatron.common.authentication.handshake import JOB_NBYTES, SECRET_NBYTES
+from adaptra_megatron.common.handshake import JOB_NBYTES, SECRET_NBYTES
 from adaptra_megatron.transport.delegate.delegate_control import OpenLink, StartDelegate
 from adaptra_megatron.transport.delegate.supervisor import LinkEnd, SupervisedLink, Supervisor
 from adaptra_megatron.transport.setup.host_placement import listen_shm, listen_tcp

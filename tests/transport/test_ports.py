@@ -13,9 +13,9 @@ import torch.distributed as dist
 from support.made_up.job import SECRET, layout
 from support.namespaces import ADDRESSES, Host, joined_hosts
 
-from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.ports import PortRange, bound_within
-from adaptra_megatron.control.clocks.clocks import ClockSettings, _Relating
+from adaptra_megatron.control.clocks import ClockSettings, _Relating
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.message_keys import TransportError

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from support.made_up.job import ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore, TamperedError
-from adaptra_megatron.common.job import control_store
+from adaptra_megatron.common import control_store
+from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
 from adaptra_megatron.common.typed_messages import encoded, packed, unpacked
-from adaptra_megatron.control.decision_reader import DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision, Forecast, LinkName, Order, Paths, decision_of
+from adaptra_megatron.control.exchange import DecisionReader, decision_key
 from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.failover.control_messages import MOST_PROBES, CreateSession, Measure, decode_note
 from adaptra_megatron.transport.failover.path_sender import Sender

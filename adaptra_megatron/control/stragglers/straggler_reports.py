@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from adaptra_megatron.common.backoff import Backoff
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage
-from adaptra_megatron.control.beside.beside_process import Line, SidecarMessages
 from adaptra_megatron.control.detector.straggler_arrivals import Row
 from adaptra_megatron.control.detector.straggler_causes import HostFigures
+from adaptra_megatron.control.sidecar.sidecar_process import Line, SidecarMessages
 
 MOST_ROWS = 512
 """Iterations of one report, and iterations that the judge keeps open."""

@@ -20,16 +20,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.beside.beside_process import ChannelEndedError, Sidecar, log_events, log_lines, send
-from adaptra_megatron.control.beside.report_link import ReportLink
-from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, Row
-from adaptra_megatron.control.rounds import Address, address_of
+from adaptra_megatron.control.sidecar.report_connections import Address, ReportLink, address_of, purpose_of
+from adaptra_megatron.control.sidecar.sidecar_process import ChannelEndedError, Sidecar, log_events, log_lines, send
 from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler
 from adaptra_megatron.control.stragglers.straggler_reports import (
     ADDRESS_KEY,
@@ -84,7 +82,7 @@ class StragglerServiceClient:
             listener.listen(len(cells))  # all of them connect at once
             host, port = listener.getsockname()[:2]
             self.address = Address(str(host), int(port))
-            module = "adaptra_megatron.control.stragglers.judge_process"
+            module = "adaptra_megatron.control.stragglers.straggler_process"
             self._process = Sidecar(module, listener, begin, _PATIENCE_S)
 
     def latest(self) -> StragglerVerdict | None:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.control_store import serve_store
 from adaptra_megatron.common.foreign_errors import is_address_in_use
-from adaptra_megatron.common.job.control_store import serve_store
-from adaptra_megatron.common.job.membership import launch_store
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.membership import launch_store
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.elastic.launch.launch_messages import (
     JOB_KEY,
     START_KEY,

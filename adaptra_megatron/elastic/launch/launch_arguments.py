@@ -1,21 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of `adaptra launch`: torchrun's own parser, with a few more flags, and what is refused of it."""
+"""Read the command line of `adaptra launch`: torchrun's own parser, further flags, Slurm's variables, and refusals."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from adaptra_megatron.elastic.launch import slurm
 from adaptra_megatron.elastic.launch.endpoint import Endpoint
 from adaptra_megatron.elastic.launch.launch_messages import beat_s
 from adaptra_megatron.elastic.launch.roster import Policy
+
+_PORTS = range(15000, 32000)
+"""Below those that Linux takes for outgoing connections."""
+
+
+class SlurmError(ValueError):
+    """The step is no set of launchers, one per node; names the variable and the remedy."""
+
+
+def slurm_defaults(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Values of torchrun's flags that a step's environment implies; none outside of a step.
+
+    The port comes from the numbers of job and step, so that jobs that share a node have different ones. Raises
+    SlurmError.
+    """
+    node_list = environment.get("SLURM_STEP_NODELIST")
+    if not node_list or "SLURM_NODEID" not in environment:
+        return {}
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or 1)
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS") or nodes)
+    if tasks != nodes:
+        raise SlurmError(
+            f"SLURM_STEP_NUM_TASKS is {tasks} on {nodes} nodes: start one launcher per node, which starts its ranks "
+            f"itself (srun --nodes {nodes} --ntasks-per-node 1 adaptra launch --nproc-per-node ...)"
+        )
+    job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
+    return {
+        "nnodes": str(nodes),
+        "node_rank": int(environment["SLURM_NODEID"]),
+        "master_addr": first_host(node_list),
+        "master_port": _PORTS[(int(job) * 31 + int(step)) % len(_PORTS)],
+        "rdzv_id": f"{job}.{step}",
+    }
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a list in Slurm's notation, such as `gpu[07-09,12],login1`. Raises SlurmError."""
+    found = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", node_list)
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else ""
+    if not re.fullmatch(r"[\w.-]+", host):
+        raise SlurmError(f"SLURM_STEP_NODELIST is {node_list!r}, which has no first host: give --master-addr")
+    return host
+
 
 HEARTBEAT_TIMEOUT_S = 15.0
 LEAST_BEATS = 10
@@ -115,7 +159,7 @@ def read_arguments(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     parser = launch_parser()
     args = parser.parse_args(arguments)
     if all(getattr(args, name) == parser.get_default(name) for name in _WHERE):
-        vars(args).update(slurm.defaults(environment))
+        vars(args).update(slurm_defaults(environment))
     _refuse(args, parser)
     try:
         least, nodes = parse_min_max_nnodes(args.nnodes)

@@ -2,7 +2,7 @@
 """Define what launchers and the coordinator write for each other into the job's store: states, so that none can be
 missed.
 
-Keys, below `adaptra/launch/<run id>/`, sealed; each has one writer. Membership has keys of its own (`job.membership`).
+Keys, below `adaptra/launch/<run id>/`, sealed; each has one writer. Membership has keys of its own (`membership`).
 
     host/<node rank>/<turn>    HostReport, by the launcher of that host, with every beat
     start                      Start, by the coordinator, once all hosts have reported
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
 
 BEAT_S = 0.2

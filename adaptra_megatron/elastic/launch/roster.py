@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from adaptra_megatron.common.job.membership import Departure, Membership, Readiness, Stalled
+from adaptra_megatron.common.membership import Departure, Membership, Readiness, Stalled
 from adaptra_megatron.elastic.launch.launch_messages import HostReport, LaunchOutcome, RankEnding, Silence, Start
 
 

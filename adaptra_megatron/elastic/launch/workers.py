@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
-from adaptra_megatron.common.job.membership import START_VARIABLE
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.membership import START_VARIABLE
 from adaptra_megatron.elastic.launch import tied_process
 from adaptra_megatron.elastic.launch.endpoint import Endpoint
 from adaptra_megatron.elastic.launch.guard import Guard, kill_group

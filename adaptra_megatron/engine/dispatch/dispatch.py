@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import epoch_group
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import epoch_group
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.elastic.failure_errors import LateRankError

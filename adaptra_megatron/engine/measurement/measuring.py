@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adaptra_megatron.control.control_loop import PlanExchange
+from adaptra_megatron.control.deciders.path_decider import FixedPaths
+from adaptra_megatron.control.exchange import PlanExchange
 from adaptra_megatron.control.measurements import stage_measurement
-from adaptra_megatron.control.paths.steering import FixedPaths
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport

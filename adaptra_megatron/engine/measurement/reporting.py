@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from adaptra_megatron import __version__
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.training_job import Job

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.deciders.route_decider import CellAction, CellOrder, cell_orders, moved_by
 from adaptra_megatron.control.decisions import Decision, Moved, RoutingSection
-from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
-from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders, moved_by
-from adaptra_megatron.elastic.awaiting import said_by_one
+from adaptra_megatron.control.sidecar.planner_client import PlannerClient
 from adaptra_megatron.elastic.failure_errors import LateRankError
 from adaptra_megatron.elastic.generation import Generation
+from adaptra_megatron.elastic.protocol_store import said_by_one
 from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, Inputs, IterationHooks
 from adaptra_megatron.engine.iteration_work import Work

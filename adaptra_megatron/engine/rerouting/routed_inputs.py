@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell, JobLayout
 from adaptra_megatron.common.typed_messages import packed, unpacked
-from adaptra_megatron.elastic.awaiting import said_by_one
 from adaptra_megatron.elastic.failure_errors import LateRankError
+from adaptra_megatron.elastic.protocol_store import said_by_one
 from adaptra_megatron.engine.rerouting.micro_batches import Home, MicroBatchFeed
 from adaptra_megatron.megatron.compat import data_parallel_group
 from adaptra_megatron.megatron.computation import Input

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import gather
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import gather
 from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS
 from adaptra_megatron.gradsync.background_reductions import Background
 from adaptra_megatron.gradsync.peer_messages import Peers

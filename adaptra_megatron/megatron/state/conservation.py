@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from adaptra_megatron.elastic.failure_errors import UnsoundAttemptError
-from adaptra_megatron.elastic.live_group import COUNTS
+from adaptra_megatron.elastic.process_group import COUNTS
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import JobLayout
 
 
 class MicroBatchRandom:

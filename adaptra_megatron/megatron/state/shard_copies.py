@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from adaptra_megatron.common.job.layout import JobLayout
-from adaptra_megatron.elastic.live_groups import alike
+from adaptra_megatron.common.layout import JobLayout
+from adaptra_megatron.elastic.process_group_manager import alike
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 
 if TYPE_CHECKING:
-    from adaptra_megatron.elastic.live_group import FaultTolerantGroup
+    from adaptra_megatron.elastic.process_group import FaultTolerantGroup
 
 
 # Several instances of Megatron's distributed optimizer (--num-distributed-optimizer-instances).

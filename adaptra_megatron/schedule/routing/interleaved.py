@@ -13,7 +13,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Collection
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.schedule.routing.routed_costs import RoutingError

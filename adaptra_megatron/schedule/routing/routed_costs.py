@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, is_number
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 

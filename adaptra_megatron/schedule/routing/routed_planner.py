@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.ir import ScheduleError

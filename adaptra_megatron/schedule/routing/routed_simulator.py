@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.costs import LinkCost
 from adaptra_megatron.schedule.ir import Kind, ScheduleError

@@ -27,9 +27,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def launch(arguments: Sequence[str]) -> int:
     """Run this host's part of a job. Returns the exit status; says on stderr how a job that failed did."""
-    from adaptra_megatron.elastic.launch.launch_arguments import LaunchArgumentError, read_arguments
+    from adaptra_megatron.elastic.launch.launch_arguments import LaunchArgumentError, SlurmError, read_arguments
     from adaptra_megatron.elastic.launch.launcher import Launcher
-    from adaptra_megatron.elastic.launch.slurm import SlurmError
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:

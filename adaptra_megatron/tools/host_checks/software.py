@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from adaptra_megatron import __version__
-from adaptra_megatron.common import torch_release
+from adaptra_megatron.common import environment as torch_release
 from adaptra_megatron.patches import PATCHES, Patch, PatchError
 from adaptra_megatron.patches import check_versions as check_patch_versions
 from adaptra_megatron.patches.application import check_parameters

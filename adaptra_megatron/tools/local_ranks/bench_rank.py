@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.identity import host_identity
+from adaptra_megatron.common.layout import host_identity
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from adaptra_megatron.tools.local_ranks.transport_bench import (
     MEBIBYTE,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.ir import Placement, ScheduleError
 from adaptra_megatron.tools.recordings.ranges import PLACE, FileRanges, Range
 from adaptra_megatron.tools.recordings.recording import RecordingError, numbered

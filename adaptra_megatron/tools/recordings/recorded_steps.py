@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.ir import Placement
 from adaptra_megatron.tools.recordings.recording import RecordingError, Wanted, no_such_step
 from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError, with_sequence_numbers

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError, with_sequence_numbers
 from adaptra_megatron.tools.replay.replayed_messages import pairs_of, with_messages
 

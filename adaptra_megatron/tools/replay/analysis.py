@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.recordings.recording import Recording
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.remedies import Remedies, Remedy, remedies_for

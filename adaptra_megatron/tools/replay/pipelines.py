@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk, PerMicroBatch
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.tools.replay.operations import OpType, RecordedStep, ReplayError

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, PerMicroBatch
 from adaptra_megatron.schedule.ir import ScheduleError
 from adaptra_megatron.schedule.planner import plan

@@ -16,7 +16,7 @@ from functools import cached_property, reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.replay_graph import ReplayEvent, StepGraph, StepTimes, graph_of
 

@@ -23,7 +23,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import (
     OVER_JOB,
     OVER_REPLICAS,

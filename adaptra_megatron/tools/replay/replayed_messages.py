@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import (
     SENDING,
     Operation,

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import OpType, RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, Times, Work, slowness_of, step_seconds
 from adaptra_megatron.tools.replay.replay_graph import ReplayEvent

@@ -16,8 +16,7 @@ import os
 import socket
 from collections.abc import Coroutine
 
-from adaptra_megatron.common.authentication.acceptor import Acceptor
-from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose, wait_readable
+from adaptra_megatron.common.handshake import Acceptor, HandshakeError, HandshakeRefusal, Purpose, wait_readable
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Ring, die_with_parent
 from adaptra_megatron.transport.delegate import delegate_control as control

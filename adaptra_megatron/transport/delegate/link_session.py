@@ -9,8 +9,8 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from adaptra_megatron.common.authentication import handshake
-from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
+from adaptra_megatron.common import handshake
+from adaptra_megatron.common.handshake import HandshakeError, HandshakeRefusal, Purpose
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.delegate.delegate_control import Down, Message, OpenLink, StartDelegate, Up

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.identity import boot_identity
+from adaptra_megatron.common.layout import boot_identity
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import (
     Communicator,

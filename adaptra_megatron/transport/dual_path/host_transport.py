@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
 from adaptra_megatron.common.backoff import Backoff
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.transport.delegate.delegate_control import StartDelegate
 from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, SupervisedLink, Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink

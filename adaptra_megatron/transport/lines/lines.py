@@ -29,10 +29,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from adaptra_megatron.common.authentication import handshake
-from adaptra_megatron.common.authentication.acceptor import Acceptor
-from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
+from adaptra_megatron.common import handshake
 from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.handshake import Acceptor, HandshakeError, HandshakeRefusal, Purpose
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, packed, plain_text, unpacked
 from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES

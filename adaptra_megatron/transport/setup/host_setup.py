@@ -12,8 +12,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from adaptra_megatron.common.authentication.handshake import JOB_NBYTES
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.handshake import JOB_NBYTES
+from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.transport.delegate.delegate_control import OpenLink
 from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
 from adaptra_megatron.transport.lines.lines import ConnectionPlace

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.common.job.gathering import epoch_group
+from adaptra_megatron.common.gathering import epoch_group
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup, PairEnds, PairGroup
 from adaptra_megatron.transport.gpu.cuda_device import Stream

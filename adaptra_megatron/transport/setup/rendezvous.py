@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from adaptra_megatron.common.authentication.sealed_store import SealedStore
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import gather_layout
-from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import gather_layout
+from adaptra_megatron.common.layout import JobLayout
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.transport.message_keys import TransportError
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-from adaptra_megatron.common.authentication.handshake import receive_descriptor, send_descriptor, wait_readable
+from adaptra_megatron.common.handshake import receive_descriptor, send_descriptor, wait_readable
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.wires.wire import Traffic
 

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from adaptra_megatron.common.authentication.handshake import acknowledges, tune_connection
+from adaptra_megatron.common.handshake import acknowledges, tune_connection
 from adaptra_megatron.transport._ring import PEER_ENDED, PumpCounters, Ring, receive_frames, send_frames
 from adaptra_megatron.transport.wires.wire import Traffic
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 
-from adaptra_megatron.common.authentication.handshake import CHALLENGE_NBYTES
+from adaptra_megatron.common.handshake import CHALLENGE_NBYTES
 
 _MOST_OPEN = 200
 """Connections at once: three times as many as a acceptor lets wait unproven."""

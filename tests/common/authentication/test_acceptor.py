@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from adaptra_megatron.common.authentication import handshake
-from adaptra_megatron.common.authentication.acceptor import MOST_UNPROVEN, Acceptor
-from adaptra_megatron.common.authentication.handshake import HandshakeRefusal, Purpose
+from adaptra_megatron.common import handshake
+from adaptra_megatron.common.handshake import MOST_UNPROVEN, Acceptor, HandshakeRefusal, Purpose
 
 SECRET = b"s" * handshake.SECRET_NBYTES
 PURPOSE = Purpose(b"p" * 16, 0, 1, b"n" * 16, 0, 1)

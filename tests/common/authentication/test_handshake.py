@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.common.authentication import handshake
-from adaptra_megatron.common.authentication.handshake import HandshakeError, HandshakeRefusal, Purpose
+from adaptra_megatron.common import handshake
+from adaptra_megatron.common.handshake import HandshakeError, HandshakeRefusal, Purpose
 
 SECRET = b"s" * handshake.SECRET_NBYTES
 PURPOSE = Purpose(b"p" * 16, 3, 4, b"n" * 16, 1, 4)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from support.made_up.job import SECRET
 
-from adaptra_megatron.common.authentication.sealed_store import TamperedError
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import epoch_group
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import epoch_group
+from adaptra_megatron.common.sealed_store import TamperedError
 
 
 def test_epochs_and_jobs_have_keys_of_their_own() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.made_up.job import layout
 
-from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.common.layout import Cell, JobLayout
 
 
 def megatron(tensor: int, replicas: int, stages: int, rank: int, spread: int = 1) -> JobLayout:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adaptra_megatron.common.authentication.sealed_store import TamperedError
-from adaptra_megatron.common.job.membership import Departure, Membership, MembershipRecords, launch_store
+from adaptra_megatron.common.membership import Departure, Membership, MembershipRecords, launch_store
+from adaptra_megatron.common.sealed_store import TamperedError
 
 EPOCHS = [
     Membership(0, 4, 1000.0, ()),

@@ -8,7 +8,7 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.job.control_store import DeadlineStore, SilentStoreError
+from adaptra_megatron.common.control_store import DeadlineStore, SilentStoreError
 
 
 class StoppedStore:

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job import gathering
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.control.clocks import clocks
-from adaptra_megatron.control.clocks.clock_service import RelatedClock
-from adaptra_megatron.control.clocks.clocks import ClockSettings
+from adaptra_megatron.common import gathering
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.control import clocks
+from adaptra_megatron.control.clocks import ClockSettings, RelatedClock
 
 OFFSETS_S = (10.0, -2000.0, 555.5)
 DRIFTS = (0.0, 400e-6, -400e-6)

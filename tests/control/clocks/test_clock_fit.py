@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.control.clocks.clock_service import MAX_DRIFT, ClockFit, ClockLine, Round, Stamps, round_of
+from adaptra_megatron.control.clocks import MAX_DRIFT, ClockFit, ClockLine, Round, Stamps, round_of
 
 LEAST_S = 20e-6
 """Least time of any message."""

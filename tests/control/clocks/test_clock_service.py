@@ -21,15 +21,15 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.common.authentication.acceptor import MOST_UNPROVEN
-from adaptra_megatron.common.authentication.handshake import (
+from adaptra_megatron.common.handshake import (
     JOB_NBYTES,
+    MOST_UNPROVEN,
     SECRET_NBYTES,
     SESSION_NBYTES,
     Purpose,
     connect,
 )
-from adaptra_megatron.control.clocks.clock_service import MAX_DRIFT, ClockFollower, ClockLine, ClockServer, RelatedClock
+from adaptra_megatron.control.clocks import MAX_DRIFT, ClockFollower, ClockLine, ClockServer, RelatedClock
 
 RANKS = str(Path(__file__).with_name("clock_ranks.py"))
 SECRET = secrets.token_bytes(SECRET_NBYTES)

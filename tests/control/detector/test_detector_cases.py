@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from support.made_up.links import MIB, SyntheticJob
 
 from adaptra_megatron.control.detector.detector import Detector
-from adaptra_megatron.control.detector.detector_settings import ChangeSettings, DetectorSettings
-from adaptra_megatron.control.detector.link_findings import Finding, State
-from adaptra_megatron.control.detector.samples import (
+from adaptra_megatron.control.detector.observations import (
+    ChangeSettings,
+    DetectorSettings,
+    Finding,
     IterationSample,
     LinkId,
     LinkSample,
     MessageSample,
     StageId,
     StageSample,
+    State,
 )
 
 LINK = LinkId(0, 0, 1, "device")

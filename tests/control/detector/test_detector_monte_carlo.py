@@ -7,8 +7,7 @@ import pytest
 from support.made_up.links import MIB, NOISY, SyntheticJob, SyntheticLink
 
 from adaptra_megatron.control.detector.detector import Detector
-from adaptra_megatron.control.detector.link_findings import Finding, State
-from adaptra_megatron.control.detector.samples import LinkId, StageId
+from adaptra_megatron.control.detector.observations import Finding, LinkId, StageId, State
 
 SEEDS = range(5)
 LEARNED = 12

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.control.detector.levels import Messages, fit_link, least_held
+from adaptra_megatron.control.detector.series import Messages, fit_link, least_held
 
 LATENCIES_S = st.floats(0.0, 0.1)
 

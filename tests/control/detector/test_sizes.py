@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from adaptra_megatron.control.detector.detector import Detector, SizeModel
-from adaptra_megatron.control.detector.link_findings import Finding, State
-from adaptra_megatron.control.detector.samples import IterationSample, StageId, StageSample
+from adaptra_megatron.control.detector.observations import Finding, IterationSample, StageId, StageSample, State
 
 PIPELINES, STAGES, MICRO_BATCHES, ITERATIONS, ONSET = 3, 2, 12, 30, 15
 VICTIM = StageId(1, 1)

@@ -13,8 +13,8 @@ import pytest
 from support.four_stages import FOUR, WHOLE_FIRST, costs
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.control.deciders.plan_state import Layout, PlanMismatchError, PlanState
 from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.order.plan_book import Layout, PlanMismatchError, PlanState
 from adaptra_megatron.schedule.classic import (
     forward_only,
     gpipe,

@@ -11,11 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptra_megatron.control.deciders.path_decider import GAIN_SHARE, PathDecider, Setting, choose, message_cost_s
 from adaptra_megatron.control.decisions import LinkName
-from adaptra_megatron.control.detector.link_findings import Estimates, LinkEstimate, State
-from adaptra_megatron.control.detector.samples import IterationSample, LinkId, LinkSample
-from adaptra_megatron.control.path_decider import GAIN_SHARE, PathDecider, Setting, choose, message_cost_s
-from adaptra_megatron.control.planner_process.planner_messages import PathPolicy
+from adaptra_megatron.control.detector.observations import (
+    Estimates,
+    IterationSample,
+    LinkEstimate,
+    LinkId,
+    LinkSample,
+    State,
+)
+from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.transport.link_paths import Path, PathSettings
 

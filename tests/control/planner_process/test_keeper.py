@@ -17,19 +17,16 @@ import pytest
 from support.made_up.job import SECRET
 from support.made_up.measured_job import MeasuredJob
 
-from adaptra_megatron.common.authentication.handshake import send_descriptor
 from adaptra_megatron.common.child_process import ChildProcess
+from adaptra_megatron.common.handshake import send_descriptor
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.beside.beside_process import ChannelEndedError, send
-from adaptra_megatron.control.beside.report_link import ReportLink
-from adaptra_megatron.control.beside.report_server import purpose_of
+from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.order.plan_book import Layout
-from adaptra_megatron.control.planner_process import planner_keeper as keeper
-from adaptra_megatron.control.planner_process.planner_keeper import NoDecisionError, PlannerClient
-from adaptra_megatron.control.planner_process.planner_messages import Begin, receive
-from adaptra_megatron.control.rounds import MOST_AWAITED
+from adaptra_megatron.control.sidecar import planner_client as keeper
+from adaptra_megatron.control.sidecar.planner_client import Begin, NoDecisionError, PlannerClient, receive
+from adaptra_megatron.control.sidecar.report_connections import MOST_AWAITED, ReportLink, purpose_of
+from adaptra_megatron.control.sidecar.sidecar_process import ChannelEndedError, send
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, PlanMade
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
@@ -241,7 +238,7 @@ def test_a_decision_gets_to_all_that_follow_and_a_stranger_gets_nothing(replica:
 
 
 def test_it_ends_with_its_channel() -> None:
-    process = ChildProcess("adaptra_megatron.control.planner_process.plan_server", socket.SOCK_STREAM)
+    process = ChildProcess("adaptra_megatron.control.sidecar.planner_process", socket.SOCK_STREAM)
     process.channel.settimeout(30.0)
     with listen_tcp("127.0.0.1")[0] as listener:
         send_descriptor(process.channel, listener.fileno())

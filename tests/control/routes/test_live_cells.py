@@ -10,15 +10,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.control.deciders import Context
+from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.control.deciders.decider import Context
+from adaptra_megatron.control.deciders.route_decider import LiveCellDecider, cell_orders, moved_by, schedule_of
 from adaptra_megatron.control.decisions import RoutingSection
-from adaptra_megatron.control.detector.link_findings import Estimates, StageEstimate, State
-from adaptra_megatron.control.detector.samples import StageId
+from adaptra_megatron.control.detector.observations import Estimates, StageEstimate, StageId, State
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.planner_process.planner_messages import RoutePolicy
-from adaptra_megatron.control.routes.cell_order import cell_orders, moved_by, schedule_of
-from adaptra_megatron.control.routes.route_decider import LiveCellDecider
+from adaptra_megatron.control.sidecar.planner_client import RoutePolicy
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.control.deciders import Context
+from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.control.deciders.decider import Context
+from adaptra_megatron.control.deciders.route_decider import MOST_SHOWN, RouteDecider, cell_figures
 from adaptra_megatron.control.decisions import Moved, PackedFigures
-from adaptra_megatron.control.detector.link_findings import Estimates, StageEstimate, State
-from adaptra_megatron.control.detector.samples import StageId
+from adaptra_megatron.control.detector.observations import Estimates, StageEstimate, StageId, State
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.planner_process.planner_messages import RoutePolicy
-from adaptra_megatron.control.routes.route_decider import MOST_SHOWN, RouteDecider, cell_figures
+from adaptra_megatron.control.sidecar.planner_client import RoutePolicy
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.schedule.routing.routed_plans import Move
 from adaptra_megatron.telemetry.events.events import RoutesChosen

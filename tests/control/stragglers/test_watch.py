@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.control.detector.straggler_arrivals import Row
 from adaptra_megatron.control.detector.straggler_causes import HostFigures
 from adaptra_megatron.control.stragglers import straggler_watch as watches

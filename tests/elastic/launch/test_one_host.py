@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launches import Launches, until
 
-from adaptra_megatron.common.job.membership import MembershipRecords, Readiness, Stalled
+from adaptra_megatron.common.membership import MembershipRecords, Readiness, Stalled
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 
 

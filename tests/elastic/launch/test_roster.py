@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaptra_megatron.common.job.membership import Readiness, Stalled
+from adaptra_megatron.common.membership import Readiness, Stalled
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, HostReport, RankEnding, Start
 from adaptra_megatron.elastic.launch.roster import Policy, Roster

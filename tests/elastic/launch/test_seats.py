@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore
 
-from adaptra_megatron.common.authentication.sealed_store import TamperedError
-from adaptra_megatron.common.job.membership import MembershipRecords, launch_store
+from adaptra_megatron.common.membership import MembershipRecords, launch_store
+from adaptra_megatron.common.sealed_store import TamperedError
 from adaptra_megatron.elastic.launch.endpoint import Endpoint, EndpointError, Seat, take_seat
 from adaptra_megatron.elastic.launch.launch_messages import JOB_KEY, HostReport, JobState, host_key, read, write
-from adaptra_megatron.elastic.launch.launcher_link import Coordinator
+from adaptra_megatron.elastic.launch.launcher import Coordinator
 from adaptra_megatron.elastic.launch.roster import Policy
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 
@@ -29,7 +29,7 @@ class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now_s, time=lambda: self.now_s)
-        monkeypatch.setattr("adaptra_megatron.elastic.launch.launcher_link.time", clock)
+        monkeypatch.setattr("adaptra_megatron.elastic.launch.launcher.time", clock)
         self.endpoint = Endpoint("127.0.0.1", free_port())
         self.first = take(self.endpoint, 0)
         self.store = launch_store(self.first.store, RUN_ID)

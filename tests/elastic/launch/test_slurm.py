@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from adaptra_megatron.elastic.launch.endpoint import Endpoint
-from adaptra_megatron.elastic.launch.launch_arguments import read_arguments
-from adaptra_megatron.elastic.launch.slurm import SlurmError, defaults, first_host
+from adaptra_megatron.elastic.launch.launch_arguments import SlurmError, first_host, read_arguments, slurm_defaults
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -48,7 +47,7 @@ def test_launchers_of_a_step_need_no_flags() -> None:
 
 
 def test_steps_have_ports_of_their_own() -> None:
-    ports = {defaults({**STEP, "SLURM_JOB_ID": str(job)})["master_port"] for job in range(4711, 4731)}
+    ports = {slurm_defaults({**STEP, "SLURM_JOB_ID": str(job)})["master_port"] for job in range(4711, 4731)}
     assert len(ports) == 20
     assert all(15000 <= port < 32000 for port in ports)
 
@@ -59,9 +58,9 @@ def test_what_is_given_stands() -> None:
 
 
 def test_outside_of_a_step_slurm_says_nothing() -> None:
-    assert defaults({"SLURM_JOB_ID": "4711", "SLURM_NNODES": "3"}) == {}
+    assert slurm_defaults({"SLURM_JOB_ID": "4711", "SLURM_NNODES": "3"}) == {}
 
 
 def test_several_launchers_per_node_are_refused() -> None:
     with pytest.raises(SlurmError, match="one launcher per node"):
-        defaults({**STEP, "SLURM_STEP_NUM_TASKS": "24"})
+        slurm_defaults({**STEP, "SLURM_STEP_NUM_TASKS": "24"})

@@ -206,8 +206,8 @@ def test_requests_to_the_store_are_late(tmp_path: Path) -> None:
 
 
 def test_stores_groups_and_threads_of_the_package_are_late_while_it_lasts(tmp_path: Path) -> None:
-    from adaptra_megatron.common.job.control_store import ControlStore
-    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.common.control_store import ControlStore
+    from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 
     control = ControlStore(dist.HashStore(), bytes(32), "token")
     before = (FaultTolerantGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import epoch_group
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import epoch_group
 from adaptra_megatron.transport.device_session.pair_group import PairEnds, PairGroup
 from testing.faults.network.path_faults import Mode, PathFaults
 

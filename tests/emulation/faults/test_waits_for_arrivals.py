@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adaptra_megatron.common.job.membership import Arrival, Departure, Membership, Readiness
+from adaptra_megatron.common.membership import Arrival, Departure, Membership, Readiness
 from testing.faults import deaths
 from testing.faults.deaths import Arrivals
 from testing.faults.emulated_compute import EmulationError

@@ -14,8 +14,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.engine.dispatch import dispatch as stage_lockstep
 from adaptra_megatron.engine.dispatch.dispatch import StageTeam, StageTeamError
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.control.routes.cell_order import CellOrder
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.control.deciders.route_decider import CellOrder
 from adaptra_megatron.elastic.generation import Generation, GenerationId
 from adaptra_megatron.engine.rerouting.rerouting import DegradedRoutes, evaluation_order
 from adaptra_megatron.schedule.costs import uniform_costs

@@ -15,8 +15,8 @@ import torch
 from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.elastic.failure_errors import EpochEndedError
 from adaptra_megatron.engine.rerouting import rerouting
 from adaptra_megatron.engine.rerouting import routed_inputs as rerouted_inputs

@@ -27,9 +27,9 @@ from testing.megatron.megatron_on_cpu import install
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 install(with_fused_weight_gradient=True)
 
-from adaptra_megatron.common.job.layout import Cell  # noqa: E402
+from adaptra_megatron.common.layout import Cell  # noqa: E402
 from adaptra_megatron.elastic.generation import FIRST  # noqa: E402
-from adaptra_megatron.elastic.live_groups import FaultTolerantGroups  # noqa: E402
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups  # noqa: E402
 from adaptra_megatron.engine import iteration_work  # noqa: E402
 from adaptra_megatron.engine.execution.executor import ActivationAccount  # noqa: E402
 from adaptra_megatron.engine.rerouting import rerouting as degraded  # noqa: E402

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, seconds_of_cells
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from hypothesis import strategies as st
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts

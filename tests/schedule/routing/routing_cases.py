@@ -7,7 +7,7 @@ import random
 
 from reference_routing import period_s, reference_replay
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan

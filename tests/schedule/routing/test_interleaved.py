@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.common.job.layout import Cell
-from adaptra_megatron.control.routes.cell_order import CellOrder, cell_orders
+from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.control.deciders.route_decider import CellOrder, cell_orders
 from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.ir import Kind, interleaved
 from adaptra_megatron.schedule.routing.interleaved import dispatch_interleaved, routing_around

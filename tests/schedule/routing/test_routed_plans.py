@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference_routing import duration, link, random_job
 from routing_cases import check_plan, closed_form_s, equal_cells, random_dead, small_job
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.ir import Kind, ScheduleError

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from support.made_up.recordings import interleaved, one_f_one_b, played
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import OpType
 
 Event = dict[str, Any]

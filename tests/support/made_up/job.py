@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from adaptra_megatron.common.authentication.handshake import SECRET_NBYTES
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.layout import Introduction, JobLayout, layout_of
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.handshake import SECRET_NBYTES
+from adaptra_megatron.common.layout import Introduction, JobLayout, layout_of
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 SECRET = b"s" * SECRET_NBYTES

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from adaptra_megatron.control.detector.samples import (
+from adaptra_megatron.control.detector.observations import (
     IterationSample,
     LinkId,
     LinkSample,

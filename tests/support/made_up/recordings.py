@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, with_sequence_numbers
 
 Seconds = Callable[[OpType, Cell, int], float]

@@ -14,7 +14,7 @@ from support.made_up.recordings import Seconds, recorded_step
 from support.made_up.runs import Iteration, write_run
 from support.processes import REPOSITORY
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.cli.analyze_recording import analysis_page
 from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.recordings.recording import Recording

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import zb_h1
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.schedule.jobs.job_costs import Override, job_costs

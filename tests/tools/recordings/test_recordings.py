@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.made_up.runs import Iteration, write_events, write_run
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.telemetry.events.events import LinkDetection
 from adaptra_megatron.telemetry.tracing.trace import trace_path
 from adaptra_megatron.tools.recordings.chrome import read_chrome

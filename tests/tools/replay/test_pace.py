@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.replay_engine import changed_at
 

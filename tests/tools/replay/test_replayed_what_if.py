@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.made_up.recordings import Seconds, recorded_step
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.tools.replay.operations import OpType
 from adaptra_megatron.tools.replay.replay_engine import batches_of
 from adaptra_megatron.tools.replay.replayed_what_if import ReplayedStragglers, stragglers_of

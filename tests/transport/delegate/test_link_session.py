@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from adaptra_megatron.common.authentication.handshake import SESSION_NBYTES, Purpose
+from adaptra_megatron.common.handshake import SESSION_NBYTES, Purpose
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.delegate.delegate_control import Down, Message, OpenLink, StartDelegate, Up
 from adaptra_megatron.transport.delegate.link_session import LinkSession

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from transport_checks import CPU
 
-from adaptra_megatron.common.job import control_store, identity
+from adaptra_megatron.common import control_store
+from adaptra_megatron.common import layout as identity
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.delegate.delegate_control import StartDelegate

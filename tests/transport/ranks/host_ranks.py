@@ -36,7 +36,7 @@ from transport_checks import (
     until,
 )
 
-from adaptra_megatron.common.authentication.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
+from adaptra_megatron.common.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
 from adaptra_megatron.transport.delegate.supervisor import INTERVAL_S
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.gpu.device_copies import Payload

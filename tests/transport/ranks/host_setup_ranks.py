@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from transport_checks import CPU, activation, content, expect, flush, host_transport, no_more, until
 
-from adaptra_megatron.common.job import gathering
+from adaptra_megatron.common import gathering
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
 from adaptra_megatron.transport.setup import host_setup

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from transport_checks import CPU, content, expect, flush, no_more, run_scenarios, until
 
-from adaptra_megatron.common.job.control_store import MOST_SPARE, ControlStore
-from adaptra_megatron.common.job.gathering import gather_layout
+from adaptra_megatron.common.control_store import MOST_SPARE, ControlStore
+from adaptra_megatron.common.gathering import gather_layout
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_link.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.common.authentication.handshake import SECRET_NBYTES
-from adaptra_megatron.common.job.control_store import ControlStore
-from adaptra_megatron.common.job.gathering import gather_layout
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import gather_layout
+from adaptra_megatron.common.handshake import SECRET_NBYTES
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import PathSettings

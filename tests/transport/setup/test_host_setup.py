@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.common.job import identity
+from adaptra_megatron.common import layout as identity
 from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup import host_placement as placement
 from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address, interface_addresses

@@ -16,7 +16,7 @@ from support.gpu.simulated_pipeline import SimulatedStage, play
 from support.made_up.job import rendezvous
 from transport_checks import until
 
-from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.transport.device_session.nccl_library import NcclError
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.message_keys import TransportError
@@ -155,7 +155,7 @@ class CountingPrefix:
 def start_up(world: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Most operations on the store, and groups made, of any rank of one pipeline in a job of `world` ranks."""
     store, groups = CountingStore(), Counter[str]()
-    monkeypatch.setattr("adaptra_megatron.common.job.control_store.PrefixStore", CountingPrefix)
+    monkeypatch.setattr("adaptra_megatron.common.control_store.PrefixStore", CountingPrefix)
 
     def group(control: ControlStore, place: str, ends: PairEnds, rank: int, timeout_s: float) -> Any:
         """What NCCL's ends ask the store for; nothing is connected."""

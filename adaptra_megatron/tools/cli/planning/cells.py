@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override, ranges

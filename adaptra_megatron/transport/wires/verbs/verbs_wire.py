@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from adaptra_megatron.common.authentication.handshake import tune_connection
+from adaptra_megatron.common.handshake import tune_connection
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import FrameError, Ring, RingError
 from adaptra_megatron.transport.wires.verbs.queue_pair import VerbsQueuePair

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's store, for the control of one generation: keys that no other generation has, sealed by the job's secret."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import queue
+import re
+import secrets
+import socket
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from adaptra_megatron.common.handshake import SECRET_NBYTES
+from adaptra_megatron.common.sealed_store import Seal, SealedStore
+
+
+def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """The store's server, which lives as long as what is returned: its client in this process. `port` 0: any that is
+    free. `timeout_s`: of the client's requests.
+
+    From then on this process looks hosts up in its own files alone. Torch's server looks up the name of each client
+    that connects (TCPStoreLibUvBackend.cpp, for a line of its log) while all others wait, and many connect at once when
+    ranks meet without a dead one: a name server that loses a request would cost them 5 s. Raises RuntimeError and
+    OSError.
+    """
+    store = TCPStore(
+        host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+    )
+    ask_no_name_server()
+    return store
+
+
+def ask_no_name_server() -> None:
+    """Have this process look hosts up in its own files alone. Does nothing where the C library is not glibc."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+
+
+# The job's store for threads that are not to wait for it without end.
+
+
+class SilentStoreError(RuntimeError):
+    """The job's store has not answered in time; says what stands still and what to do."""
+
+
+class DeadlineStore:
+    """A torch.distributed store every request of which is answered in time, or raises.
+
+    Torch's own timeout is for values that are waited for: where the server's process stands still, or its host is cut
+    off, a request waits for as long as that lasts. So another thread makes the requests, one at a time; it is left to
+    itself where the store is silent, and from then on all requests raise.
+    """
+
+    def __init__(self, store: Any, timeout_s: float) -> None:
+        """`timeout_s`: of each request."""
+        self._store, self._timeout_s = store, timeout_s
+        self._silent = False
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_answer, args=(self._requests,), name="adaptra-store", daemon=True).start()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return the store's method of this name, which raises SilentStoreError, too."""
+        method = getattr(self._store, name)
+
+        def request(*arguments: Any) -> Any:
+            return self._ask(lambda: method(*arguments))
+
+        return request
+
+    def close(self) -> None:
+        """End the thread."""
+        self._requests.put(None)
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def answer() -> None:
+            try:
+                answers.put((request(), None))
+            except Exception as cause:
+                answers.put((None, cause))
+
+        if not self._silent:
+            self._requests.put(answer)
+        try:
+            found, failure = answers.get(timeout=0.0 if self._silent else self._timeout_s)
+        except queue.Empty:
+            self._silent = True
+            raise SilentStoreError(
+                f"the job's store has not answered for {self._timeout_s:g} s (--adaptra-timeout-s): the process that "
+                "serves it, the launcher of node rank 0, stands still, or its host cannot be reached; see to it, and "
+                "restart from the last checkpoint"
+            ) from None
+        if failure is not None:
+            raise failure
+        return found
+
+
+def _answer(requests: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (request := requests.get()) is not None:
+        request()
+
+
+SECRET_VARIABLE = "ADAPTRA_SECRET_FILE"
+_LONGEST_SECRET = 4096
+_LEAST_S = 0.1
+"""For a connection to the store, however late it is."""
+_SECRET_KEY = "adaptra/transport/secret"
+MOST_SPARE = 4
+"""Clients kept for the next borrower: a stage has four directed links to its neighbours."""
+
+
+class SecretError(RuntimeError):
+    """The job's secret cannot be had; names the file or the store, what is wrong with it and the remedy."""
+
+
+class ControlStore:
+    """Makes clients of the store, one for each thread: a client answers one request at a time, and some wait."""
+
+    def __init__(
+        self, store: Any, secret: bytes, token: str, generation: str = "0", spare: deque[Any] | None = None
+    ) -> None:
+        """`store`: torch.distributed's. `token`: the job's, of its layout. `generation`: identity of the present
+        one. `spare`: clients that `lent` has taken back, MOST_SPARE at most: the others are closed."""
+        self.secret = secret
+        self._spare: deque[Any] = deque(maxlen=MOST_SPARE) if spare is None else spare
+        self._store, self._token, self._prefix = store, token, f"adaptra/{token}/{generation}"
+
+    @classmethod
+    def of_job(cls, token: str) -> ControlStore:
+        """The store that torch.distributed was initialised with, in the first generation. Raises as `job_secret`."""
+        store: Any = _get_default_store()
+        return cls(store, job_secret(store), token)
+
+    def in_generation(self, identity: object) -> ControlStore:
+        """The same store for the generation of this identity."""
+        return ControlStore(self._store, self.secret, self._token, str(identity), self._spare)
+
+    @property
+    def timeout_s(self) -> float:
+        """Timeout of the job's store: the one that torch.distributed was initialised with."""
+        return float(self._store.timeout.total_seconds())
+
+    def client(self, place: str) -> SealedStore:
+        """A new client. `place`: the same for all that share the keys."""
+        return self._sealed(place, self.unsealed(place))
+
+    def punctual(self, place: str, timeout_s: float) -> SealedStore:
+        """A new client whose requests raise SilentStoreError where they are not answered within `timeout_s`."""
+        return self._sealed(place, DeadlineStore(self.unsealed(place), timeout_s))
+
+    def _sealed(self, place: str, store: Any) -> SealedStore:
+        return SealedStore(store, self.secret, f"{self._prefix}/{place}")
+
+    def seal(self, place: str) -> Seal:
+        """The seal of the values of `place`."""
+        return Seal(self.secret, f"{self._prefix}/{place}")
+
+    def unsealed(self, place: str) -> Any:
+        """The same, with values as they are."""
+        return PrefixStore(f"{self._prefix}/{place}", self._store.clone())
+
+    @contextmanager
+    def lent(self, place: str, timeout_s: float, *, sealed: bool = True) -> Iterator[Any]:
+        """A client for a while, as for the exchange of addresses; unsealed for torch's process groups.
+
+        One that others have had before, if there is one: the store's server looks each new client's name up, all others
+        waiting, and a name server that does not answer costs seconds. One that is given back with an error is not lent
+        again, for its answer may still come. `timeout_s`: of each request; one that is sealed raises SilentStoreError
+        then. Raises RuntimeError if the store cannot be reached.
+        """
+        try:
+            client = self._spare.pop()
+        except IndexError:
+            self.reach(timeout_s)
+            client = self._store.clone()
+        client.set_timeout(timedelta(seconds=max(_LEAST_S, timeout_s)))
+        store = PrefixStore(f"{self._prefix}/{place}", client)
+        if sealed:
+            with closing(DeadlineStore(store, timeout_s)) as punctual:
+                yield self._sealed(place, punctual)
+        else:
+            yield store
+        self._spare.append(client)
+
+    def reach(self, timeout_s: float) -> None:
+        """Connect to the store's server and leave again. Raises RuntimeError if it does not answer in time.
+
+        A new client of a store that is gone tries again for the store's own, much longer timeout, and logs a stack
+        each time.
+        """
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            try:
+                socket.create_connection((store.host, store.port), max(timeout_s, _LEAST_S)).close()
+            except OSError as cause:
+                where = f"{store.host}:{store.port}"
+                raise dist.DistNetworkError(f"the job's store at {where} cannot be reached: {cause}") from cause
+
+
+class Store(Protocol):
+    """Interface of torch.distributed's stores, as far as it is used."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set `key` to `desired` if it has the value `expected`, or none and that is empty; its value afterwards."""
+
+
+def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of this job, the same on every rank: of the launcher's file, or what the first rank that asks puts
+    into the job's store.
+
+    Raises SecretError if the file may be read by others or is no secret, or if the store has something else in the
+    secret's place; without saying what.
+    """
+    if path := environment.get(SECRET_VARIABLE):
+        return _secret_of(path)
+    mine = secrets.token_hex(SECRET_NBYTES)
+    found = store.compare_set(_SECRET_KEY, "", mine)
+    if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SECRET_NBYTES), found) is None:
+        raise SecretError(
+            f"the job's store has {len(found)} bytes under {_SECRET_KEY!r} that are no secret of this release: install "
+            "the same release on all ranks, and keep MASTER_PORT closed to others"
+        )
+    return bytes.fromhex(found.decode())
+
+
+def _secret_of(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            status, content = os.fstat(file.fileno()), file.read(_LONGEST_SECRET).strip()
+    except OSError as cause:
+        raise SecretError(f"{SECRET_VARIABLE}: {cause}; it is to name a file that this rank can read") from cause
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+        raise SecretError(
+            f"{SECRET_VARIABLE}: {path} has mode {stat.filemode(status.st_mode)} and is user {status.st_uid}'s: it is "
+            "to be a file that its owner, the user of this job, alone can read (chmod 600)"
+        )
+    if len(content) < SECRET_NBYTES:
+        raise SecretError(
+            f"{SECRET_VARIABLE}: {path} has {len(content)} bytes, fewer than {SECRET_NBYTES}: make it with "
+            "head -c 32 /dev/urandom | base64"
+        )
+    return hashlib.sha256(b"adaptra-megatron\n" + content).digest()

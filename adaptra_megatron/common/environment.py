@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what the package runs in: variables that turn it on and off, torch's release, and one checkout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+OFF_VARIABLE = "ADAPTRA_DISABLE"
+"""Environment variable that turns us off, unless it is empty or 0: flags are read, and Megatron is left as it is."""
+ON_VARIABLE = "ADAPTRA"
+"""Environment variable that is --adaptra, unless it is empty or 0, for every process that inherits it."""
+FLAGS_VARIABLE = "ADAPTRA_ARGS"
+"""Environment variable with further --adaptra flags, unless ADAPTRA is 0; the command line's come after them."""
+START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
+"""How often the launcher has started this rank again; unset in the first process of a rank."""
+
+
+def is_set(variable: str, default: str = "0") -> bool:
+    """Return whether a variable of the environment is neither empty nor 0."""
+    return os.environ.get(variable, default) not in ("", "0")
+
+
+def is_turned_off() -> bool:
+    """Return whether the environment turns us off."""
+    return is_set(OFF_VARIABLE)
+
+
+NEEDED = "2.8.0a0"
+"""The first: Store.clone() comes with it. NVIDIA numbers its builds so."""
+
+
+def remedy(version: str) -> str:
+    """Return what to do where torch's `version` is too old. A build of NVIDIA's (2.7.0a0+79aa17489c.nv25.4) is part of
+    its image, whose other libraries are built for it: pip would replace it by one they do not load with."""
+    from packaging.version import Version
+
+    if ".nv" in f".{Version(version).local or ''}":
+        return "take a newer image of NVIDIA's, 25.08 or later; pip would replace the torch that the image is built for"
+    return f"pip install 'torch>={NEEDED}'"
+
+
+def what_is_too_old() -> str | None:
+    """Return why training cannot run with the torch that is installed, and what to do; None if it can. Imports
+    torch."""
+    import torch
+    import torch.distributed as dist
+    from packaging.version import Version
+
+    version = str(torch.__version__)
+    if Version(version) >= Version(NEEDED) and hasattr(getattr(dist, "Store", None), "clone"):
+        return None
+    return (
+        f"--adaptra needs torch 2.8 or later, whose Store has clone(), and {version} is installed: {remedy(version)}, "
+        "or drop --adaptra. Nothing has been changed"
+    )
+
+
+def check_one_checkout(package: str | None, patches: str | None) -> None:
+    """Raise ImportError, naming both, unless the files `__init__.py` of package and patches belong together.
+
+    In a checkout they stand side by side, in a wheel patches are within the package. Where a path of another checkout
+    comes first in `sys.path`, Python would take the package from one version and the patches from another.
+    """
+    if package is None or patches is None:  # frozen into a program, which has one of each
+        return
+    home, other = Path(package).resolve().parent, Path(patches).resolve().parent
+    if other not in (home / "patches", home.parent / "patches"):
+        raise ImportError(
+            f"adaptra_megatron is imported from {home}, but its patches from {other}, another checkout or version: "
+            f"install one of them (pip install -e {home.parent}), or take the other out of PYTHONPATH",
+            name="adaptra_megatron.patches",
+            path=str(other),
+        )

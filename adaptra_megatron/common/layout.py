@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describe the job as a grid of cells: what each rank works on, on which host, and who shares clocks and memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from adaptra_megatron.common.log import logger_of
+
+logger = logger_of(__name__)
+
+
+def boot_identity(proc: Path = Path("/proc")) -> str:
+    """Equal for two processes exactly if they share a monotonic clock: the same boot of the same kernel.
+
+    Where the kernel (or a sandbox in its place) does not say so, no other process has the same.
+    """
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError as cause:
+        logger.warning("this host does not say which one it is (%s): no shared memory with other processes", cause)
+        return f"unknown-{secrets.token_hex(16)}"
+
+
+def host_identity(proc: Path = Path("/proc")) -> str:
+    """Equal for two processes exactly if they can share memory through abstract unix sockets.
+
+    The same boot of the same kernel, and the same network namespace: containers of one host may have their own. Where
+    that is not said, no other process has the same: tcp works between any two.
+    """
+    try:
+        return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/net').st_ino}"
+    except OSError as cause:
+        logger.warning("this process does not say which network it is in (%s): no shared memory with others", cause)
+        return f"unknown-{secrets.token_hex(16)}/unknown"
+
+
+def process_identity(proc: Path = Path("/proc")) -> str:
+    """Equal for two processes exactly if they see each other by their process ids. Where that is not said, no other
+    process has the same."""
+    try:
+        return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/pid').st_ino}"
+    except OSError:
+        return f"unknown-{secrets.token_hex(16)}"
+
+
+class Cell(NamedTuple):
+    """All ranks of one stage of one replica, which meet in collectives inside F, B and W: they compute, slow down and
+    die as one."""
+
+    replica: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.replica}.{self.stage}"
+
+
+class Introduction(NamedTuple):
+    """Entry of one rank, gathered once."""
+
+    rank: int
+    pipeline: int
+    """First global rank of its pipeline."""
+    stage: int
+    joined: list[int]
+    """The first global rank of each group that it meets in collectives inside F, B and W."""
+    host: str
+    """Name of its host, for messages."""
+    identity: str
+    """See `identity.host_identity`."""
+    token: str
+    """New each time."""
+    rnics: str = ""
+    """Names of the RDMA devices that it uses, or would, with commas between."""
+
+
+class WorkerRecord(NamedTuple):
+    """One rank's place, as it is written down."""
+
+    rank: int
+    replica: int
+    stage: int
+    lane: int
+    host: str
+    identity: str
+    rnics: str = ""
+
+
+class LayoutRecord(NamedTuple):
+    """A job's layout, for workers that are started again."""
+
+    token: str
+    together: bool
+    workers: list[WorkerRecord]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank's place."""
+
+    cell: Cell
+    lane: int
+    """Index of its pipeline among those of its replica; the same in all stages."""
+    host: str
+    identity: str
+    """Equal for two ranks exactly if they can share memory."""
+    rnics: str = ""
+    """As introduced, for messages."""
+
+    @property
+    def boot(self) -> str:
+        """Equal for two ranks exactly if they share a monotonic clock."""
+        return self.identity.partition("/")[0]
+
+
+class JobLayout:
+    """The whole job as one of its ranks sees it. Nothing changes but the hosts of workers that are started again."""
+
+    def __init__(
+        self,
+        rank: int,
+        workers: Mapping[int, Worker],
+        token: str = "",
+        *,
+        together: bool = False,
+        live: Collection[int] | None = None,
+    ) -> None:
+        """`workers`: by global rank. `token`: the same on all ranks, new each time that they gather. `together`:
+        whether one rank decides for all replicas, since micro-batches may be routed between them. `live`: ranks that
+        report and decide; None: all."""
+        self.rank, self.workers, self.token, self.together = rank, dict(workers), token, together
+        self._live = frozenset(workers if live is None else live)
+
+    @classmethod
+    def recorded(cls, record: LayoutRecord, rank: int) -> JobLayout:
+        """The layout that `rank` sees, of what has been written down."""
+        workers = {each.rank: Worker(Cell(each.replica, each.stage), *each[3:]) for each in record.workers}
+        return cls(rank, workers, record.token, together=record.together)
+
+    def alive(self, live: Collection[int]) -> JobLayout:
+        """The same job, in which only `live` ranks report and decide."""
+        return JobLayout(self.rank, self.workers, self.token, together=self.together, live=live)
+
+    def record(self) -> LayoutRecord:
+        """The layout, to be written down."""
+        workers = [
+            WorkerRecord(rank, each.cell.replica, each.cell.stage, each.lane, each.host, each.identity, each.rnics)
+            for rank, each in self.workers.items()
+        ]
+        return LayoutRecord(self.token, self.together, workers)
+
+    def move(self, rank: int, host: str, identity: str) -> None:
+        """A rank runs on this host from now on."""
+        self.workers[rank] = replace(self.workers[rank], host=host, identity=identity)
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of this rank."""
+        return self.workers[self.rank].cell
+
+    @property
+    def leader(self) -> int:
+        """The rank that decides for this rank's replica, or for all."""
+        return min(self.reporters)
+
+    @cached_property
+    def reporters(self) -> Sequence[int]:
+        """The ranks that are planned for together, whose measurements make an iteration complete: all of this rank's
+        replica, which has no collective inside F, B and W with any other, or of the job. Each lane has links of its
+        own, by NICs of its own, and a slow one would pass for a slow cell if only one lane reported."""
+        own = self.cell.replica
+        planned_for = (rank for rank in self._live if self.together or self.workers[rank].cell.replica == own)
+        return sorted(planned_for)
+
+    @cached_property
+    def replicas(self) -> int:
+        """Number of replicas."""
+        return len({worker.cell.replica for worker in self.workers.values()})
+
+    @property
+    def decides_apart(self) -> bool:
+        """Return whether there are several replicas, each with a leader and plans of its own."""
+        return self.replicas > 1 and not self.together
+
+    @cached_property
+    def cells(self) -> Mapping[Cell, Sequence[int]]:
+        """The ranks of each cell, by lane."""
+        found: dict[Cell, list[int]] = {}
+        for rank, worker in sorted(self.workers.items(), key=lambda item: (item[1].cell, item[1].lane)):
+            found.setdefault(worker.cell, []).append(rank)
+        return found
+
+    @cached_property
+    def pipeline(self) -> Sequence[int]:
+        """The ranks of this rank's pipeline, by stage."""
+        return self.pipeline_of(self.rank)
+
+    def pipeline_of(self, rank: int) -> Sequence[int]:
+        """The same of any rank's."""
+        worker, found = self.workers[rank], list[int]()
+        while (cell := Cell(worker.cell.replica, len(found))) in self.cells:
+            found.append(self.cells[cell][worker.lane])
+        return found
+
+    @property
+    def first_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The first ranks of the pipelines of each replica."""
+        return tuple(tuple(self.cells[cell]) for cell in self.cells_of(0))
+
+    def cells_of(self, stage: int) -> Sequence[Cell]:
+        """The cells of one stage, by replica: they hold the same weights."""
+        return [cell for cell in self.cells if cell.stage == stage]
+
+    def reporter(self, cell: Cell) -> int:
+        """The rank that speaks for a cell."""
+        return self.cells[cell][0]
+
+    def share_clock(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of `ranks` run on one host, whose monotonic clock they share."""
+        return len({self.workers[rank].boot for rank in ranks}) == 1
+
+    def share_network(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of `ranks` reach each other by loopback: containers of one host may not."""
+        return len({self.workers[rank].identity for rank in ranks}) == 1
+
+    def name(self, rank: int) -> str:
+        """A rank in messages."""
+        worker = self.workers[rank]
+        return f"rank {rank} (stage {worker.cell.stage} on {worker.host})"
+
+
+def layout_of(introductions: Sequence[Introduction], rank: int, *, together: bool = False) -> JobLayout:
+    """The layout that `rank` sees, of what all ranks have said. `together`: see `JobLayout`.
+
+    A replica is what pipelines and groups join: with experts spread over data-parallel ranks, all of these. Replicas
+    are numbered by their first ranks.
+    """
+    root = {each.rank: each.rank for each in introductions}
+
+    def first_of(member: int) -> int:
+        while root[member] != member:
+            root[member] = root[root[member]]
+            member = root[member]
+        return member
+
+    for each in introductions:
+        for other in (each.pipeline, *each.joined):
+            low, high = sorted((first_of(each.rank), first_of(other)))
+            root[high] = low
+    replicas = {first: number for number, first in enumerate(sorted({first_of(member) for member in root}))}
+    pipelines: dict[int, set[int]] = {}
+    for each in introductions:
+        pipelines.setdefault(replicas[first_of(each.rank)], set()).add(each.pipeline)
+    lanes = {first: lane for firsts in pipelines.values() for lane, first in enumerate(sorted(firsts))}
+    workers = {}
+    for each in introductions:
+        cell = Cell(replicas[first_of(each.rank)], each.stage)
+        workers[each.rank] = Worker(cell, lanes[each.pipeline], each.host, each.identity, each.rnics)
+    return JobLayout(rank, workers, introductions[0].token, together=together)

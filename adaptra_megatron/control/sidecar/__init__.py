@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run sidecar processes of a rank, and connect ranks to them."""

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep a planner process of this leading rank running, and exchange typed messages with it.
+
+Reports, or a decision, go along as bytes. Before the first message the planner process is given the socket on which it
+listens to the ranks that follow. No torch here: the planner process imports this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.common.typed_messages import TaggedMessage
+from adaptra_megatron.control.deciders.plan_state import Layout
+from adaptra_megatron.control.decisions import Decision, RoutingSection, TelemetrySection
+from adaptra_megatron.control.sidecar.report_connections import Address
+from adaptra_megatron.control.sidecar.sidecar_process import (
+    ChannelClosedError,
+    ChannelEndedError,
+    Line,
+    Sidecar,
+    SidecarMessages,
+    log_events,
+    log_lines,
+    send,
+)
+from adaptra_megatron.telemetry.events.events import Event
+from adaptra_megatron.transport.link_paths import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathPolicy:
+    """Settings of the choice between the two paths of each link."""
+
+    preferred: Path
+    device_blocks: bool = False
+    rendezvous: bool = False
+    """See `path_decider.Setting` for both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutePolicy:
+    """Replicas that routes join."""
+
+    pipelines: tuple[tuple[int, ...], ...]
+    """First ranks of the pipelines of each replica: one for each lane."""
+    pinned: tuple[int, ...] = ()
+    """Stages whose micro-batches cannot be routed."""
+    dead: tuple[Cell, ...] = ()
+    """Cells that take no work, round which all routes lead."""
+    avoids_slow: bool = True
+    """True: routes lead round slow cells, too."""
+
+
+class Begin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
+    """To the planner process, first: who it decides for. The options are AdaptraConfig's."""
+
+    secret: str
+    """Hexadecimal."""
+    place: str
+    """Place of the decisions in the job's store."""
+    reporters: tuple[int, ...]
+    """The ranks that are decided for, the leading one among them, which is the first."""
+    layout: Layout
+    measures_memory: bool
+    policy: str
+    max_in_flight: float | None
+    plan_csv: str | None
+    costs_json: str | None
+    paths: PathPolicy | None
+    log_level: int
+    waits_s: float = 15.0
+    """Between two words of a planner process that waits for reports."""
+    routes: RoutePolicy | None = None
+    running: Decision = Decision(0)
+    """Decision in force, with the order of its plan if that was planned."""
+
+
+class Measured(TaggedMessage, tag="measured", frozen=True, kw_only=True):
+    """To the planner process: iterations to decide on, with what the leading rank itself measured in them."""
+
+    iterations: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    """Size of each iteration's report, in the bytes that go along."""
+    number: int
+    """Number of the plan that runs."""
+    asked: TelemetrySection = TelemetrySection()
+    """What users ask for, new since the message before."""
+
+
+class Published(TaggedMessage, tag="published", frozen=True, kw_only=True):
+    """To the planner process: a decision to pass on to all ranks that follow, which goes along."""
+
+    iteration: int
+
+
+class Waits(TaggedMessage, tag="waits", frozen=True, kw_only=True):
+    """From the planner process, while it waits for reports, every `Begin.waits_s`: it is alive."""
+
+    iteration: int
+    missing: tuple[int, ...]
+    """Ranks whose reports of this iteration have not come."""
+
+
+class Decided(TaggedMessage, tag="decided", frozen=True, kw_only=True):
+    """From the planner process: what follows from one or several iterations, once all ranks have reported them."""
+
+    until: int
+    """The latest of them."""
+    decision: Decision | None
+    """None where none could be made."""
+    failure: str
+    """Why not."""
+    lines: tuple[Line, ...]
+    events: tuple[str, ...]
+    """Lines of an event log; their stamps are not used."""
+    costs: str | None
+    """The latest estimate, as the JSON text of `costs_to_json`."""
+
+
+Message = Begin | Measured | Published | Waits | Decided
+_MESSAGES: SidecarMessages[Message] = SidecarMessages(Message)
+receive, hear = _MESSAGES.receive, _MESSAGES.hear
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
+"""From one end of a planner process to the start of the next: twice as long each time, until one has decided."""
+PATIENCE_S = 60.0
+"""Silence after which one is killed: decisions take less than a second, and starting on a busy machine longer."""
+LATE_S = 30.0
+"""How long a rank may be behind this one with its report before what runs is kept."""
+_MOST_NAMED = 8
+"""Ranks in a line of the log."""
+
+
+class NoDecisionError(RuntimeError):
+    """The planner process has made no decision; says why, and what becomes of it, unless this is as it should be."""
+
+    def __init__(self, message: str, until: int | None) -> None:
+        """`until`: the latest iteration that all ranks have reported; None where none is known to be."""
+        super().__init__(message)
+        self.until = until
+
+
+class EventSink(Protocol):
+    """Recipient of events."""
+
+    def log(self, event: Event) -> None:
+        """Something happened, in the iteration that runs."""
+
+
+class PlannerClient:
+    """The planner process as the leading rank has it; for one thread, which must live as long as the process.
+
+    `close` and `pass_on` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        begin: Begin,
+        listener: socket.socket,
+        telemetry: EventSink,
+        number: Callable[[], int],
+        requests: Callable[[], TelemetrySection],
+        *,
+        word: str = "",
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`listener`: bound to where ranks that follow connect, whichever process there is; belongs to the keeper from
+        now on. `number`: of the plan that runs. `requests`: of users, new since the last call.
+        `word`: before each line of the log that comes from there."""
+        self._begin, self._telemetry, self._word, self._patience_s = begin, telemetry, word, patience_s
+        listener.listen(len(begin.reporters))  # all of them connect at once
+        self._listener, self._latest = listener, begin.running
+        self._order, self._routing = self._latest.order, self._latest.routing
+        """The latest ones that were new."""
+        self._number, self._requests = number, requests
+        self._wanted_policy = ""
+        """Until it has been decided on."""
+        self._process: Sidecar | None = None
+        self._backoff, self._restart_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
+        self._closed = threading.Event()
+        self._sending = threading.Lock()
+        """Held while a whole message is sent, and until a new process has got its first one."""
+        self._costs: str | None = None
+
+    @property
+    def costs(self) -> dict[str, Any] | None:
+        """The latest estimate, as `costs_to_json` has it; None while there is none."""
+        return None if self._costs is None else json.loads(self._costs)
+
+    @property
+    def process_id(self) -> int | None:
+        """Id of the running process."""
+        process = self._process
+        return None if process is None else process.process.pid
+
+    @property
+    def number(self) -> int:
+        """Number of the latest plan that was decided on."""
+        return self._latest.number
+
+    def pin(self, stages: Sequence[int]) -> None:
+        """Micro-batches of these stages cannot be routed. To be called before the first decision."""
+        if self._begin.routes is not None:
+            self._begin = structs.replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
+
+    def run(self, routing: RoutingSection) -> None:
+        """These routes run before anything is decided. To be called before the first decision."""
+        self._routing = routing
+
+    @property
+    def address(self) -> Address:
+        """Address to which ranks that follow connect."""
+        host, port = self._listener.getsockname()[:2]
+        return Address(str(host), int(port))
+
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
+        """Return what to run next, and the latest iteration that it follows from. `own`: iterations with this rank's
+        reports, new since the last call; they are decided on once all ranks have reported them.
+
+        Raises NoDecisionError: after `LATE_S` if reports of other ranks are missing, which a later call goes on to
+        wait for; and where the process has ended: the next call starts another, which is to be given what comes next.
+        """
+        try:
+            channel = self._running().channel
+            if own:
+                measured = self._measured(own)
+                with self._sending:
+                    send(channel, measured, [report for _, report in own])
+            decided = self._answer(channel)
+        except (OSError, ChannelEndedError) as cause:
+            raise NoDecisionError(self._lost(cause), None) from cause
+        self._backoff.reset()
+        self._costs = decided.costs
+        log_lines(decided.lines, self._word)
+        log_events(decided.events, self._telemetry.log)
+        decision = decided.decision
+        if decision is None:
+            raise NoDecisionError(decided.failure and f"{self._word}{decided.failure}", decided.until)
+        self._latest = decision
+        if decision.told is not None and decision.told.policy:
+            self._begin, self._order = structs.replace(self._begin, policy=decision.told.policy), None
+            self._wanted_policy = ""
+        self._order, self._routing = decision.order or self._order, decision.routing or self._routing
+        return decided.until, decision
+
+    def pass_on(self, iteration: int, decision: bytes) -> None:
+        """Send ranks that follow what is decided, so that they need not look into the job's store."""
+        with self._sending:
+            if (process := self._process) is not None:
+                with contextlib.suppress(OSError, ChannelEndedError):  # the next call of `decide` tells
+                    send(process.channel, Published(iteration=iteration), [decision])
+
+    def _measured(self, own: Sequence[tuple[int, bytes]]) -> Measured:
+        asked = self._requests()
+        self._wanted_policy = asked.policy or self._wanted_policy
+        return Measured(
+            iterations=tuple(iteration for iteration, _ in own),
+            nbytes=tuple(len(report) for _, report in own),
+            number=max(self._number(), self._latest.number),
+            asked=replace(asked, policy=self._wanted_policy),
+        )
+
+    def _answer(self, channel: socket.socket) -> Decided:
+        begun_s = time.monotonic()
+        while True:
+            answer = receive(channel)
+            if isinstance(answer, Decided):
+                return answer
+            assert isinstance(answer, Waits), f"{answer} came instead of a decision"
+            if time.monotonic() - begun_s >= LATE_S:
+                host, port = self.address
+                raise NoDecisionError(
+                    f"{self._word}no measurements of ranks {_listed(answer.missing)} for iteration {answer.iteration} "
+                    f"within {LATE_S:g} s; these ranks are late, hang, or cannot connect to {host}:{port}",
+                    None,
+                )
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        self._closed.set()
+        if (process := self._process) is not None:
+            process.close()
+        self._listener.close()
+
+    def _running(self) -> Sidecar:
+        """Raises OSError, and ChannelEndedError if it is to end."""
+        if self._process is None:
+            self._closed.wait(max(0.0, self._restart_s - time.monotonic()))
+            if self._closed.is_set():
+                raise ChannelEndedError("is not needed any more")
+            with self._sending:
+                level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
+                running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
+                begin = structs.replace(self._begin, log_level=level, running=running)
+                module = "adaptra_megatron.control.sidecar.planner_process"
+                self._process = Sidecar(module, self._listener, begin, self._patience_s)
+        return self._process
+
+    def _lost(self, cause: Exception) -> str:
+        process, self._process = self._process, None
+        how = f"could not be started ({cause})"
+        if process is not None:
+            ended = process.process.poll() is not None or isinstance(cause, ChannelClosedError)
+            how = f"{'ended' if ended else f'{cause} and was ended'}, by {process.end(1.0 if ended else 0.0)}"
+        pause_s = self._backoff.next_s()
+        self._restart_s = time.monotonic() + pause_s
+        again = f"another one is started in {pause_s:g} s, and learns anew what is usual"
+        return f"{self._word}the planner process {how}; {again}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks in a line of the log."""
+    rest = len(ranks) - _MOST_NAMED
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")

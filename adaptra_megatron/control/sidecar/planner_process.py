@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the planner process: take in what all ranks report, decide, and end with the leading rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
+from adaptra_megatron.control.deciders.plan_state import PlanState
+from adaptra_megatron.control.decisions import TelemetrySection
+from adaptra_megatron.control.sidecar.planner_client import (
+    Begin,
+    Decided,
+    Measured,
+    Published,
+    Waits,
+    hear,
+)
+from adaptra_megatron.control.sidecar.report_connections import Gathering, Reported, ReportServer, round_of
+from adaptra_megatron.control.sidecar.sidecar_process import Notes, allow_connections, packed, serve
+from adaptra_megatron.schedule.costs import costs_to_json
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+
+
+class PlannerNotes(Notes):
+    """Log lines and events along with a decision; the leader's telemetry, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: tuple[Iterations, ...] = ()
+
+    def requests(self) -> tuple[Iterations, ...]:
+        """See RunTelemetry."""
+        wanted, self.wanted = self.wanted, ()
+        return wanted
+
+
+FIRST_REPORTS_S = 60.0
+"""How long ranks may take to connect without a word of it: short iterations are over before all have."""
+
+
+class Planner:
+    """Decides for one replica."""
+
+    def __init__(self, begin: Begin, notes: PlannerNotes) -> None:
+        """Raises what a given plan or costs are refused with."""
+        config = AdaptraConfig(
+            policy=begin.policy,
+            max_in_flight=begin.max_in_flight,
+            plan_csv=None if begin.plan_csv is None else Path(begin.plan_csv),
+            costs_json=None if begin.costs_json is None else Path(begin.costs_json),
+        )
+        self._book = PlanState(config, begin.layout, measures_memory=begin.measures_memory)
+        self._leader = DecisionEngine(self._book, notes, begin.paths, begin.running, begin.routes)
+        self._notes, self._policy = notes, ""
+        self._patient_until_s = time.monotonic() + FIRST_REPORTS_S
+        """Until then reports may be missing without a word: ranks connect once they have something to report."""
+
+    def answer(self, over: Sequence[Reported]) -> Decided:
+        """What was reported is joined, judged and decided on; a failure is said, and the next one may do."""
+        decision, failure = None, ""
+        whole = [reported for reported in over if not reported.lost]
+        try:
+            if whole:
+                self._patient_until_s = 0.0
+                decision = self._leader.decide([round_of(reported) for reported in whole], self._policy)
+                self._policy = ""
+            elif time.monotonic() >= self._patient_until_s:
+                failure = _missing(over[-1])
+        except ValueError as cause:
+            failure = f"what was measured in iteration {over[-1].iteration} cannot be taken in: {cause}"
+        except Exception:  # a bug of ours: the training goes on, and the rank's log says what it was
+            failure = traceback.format_exc()
+        costs = self._leader.costs
+        lines, events = self._notes.take_all()
+        return Decided(
+            until=over[-1].iteration,
+            decision=decision,
+            failure=failure,
+            lines=lines,
+            events=events,
+            costs=None if costs is None else json.dumps(costs_to_json(costs)),
+        )
+
+    def runs(self, number: int, asked: TelemetrySection) -> None:
+        """Plan `number` runs, and `asked` is new."""
+        self._book.number = number
+        self._notes.wanted += asked.requests
+        self._policy = asked.policy  # said again until a decision carries it
+
+
+def _missing(reported: Reported) -> str:
+    ranks = ", ".join(map(str, reported.lost))
+    return (
+        f"reports of ranks {ranks} for iteration {reported.iteration} have not come, or were lost with their "
+        "connections or with a planner process before"
+    )
+
+
+class PlannerProcess:
+    """Work of the planner process, as tasks of one event loop."""
+
+    def __init__(self, channel: socket.socket, listener: socket.socket, begin: Begin, planner: Planner) -> None:
+        self._channel, self._planner, self._gathering = channel, planner, Gathering(begin.reporters)
+        self._leader, self._waits_s = min(begin.reporters), begin.waits_s
+        self._over = asyncio.Event()
+        """Set where an iteration can be decided on."""
+        self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, begin.reporters, self._add)
+        self._server.listen(listener)
+
+    async def work(self) -> None:
+        """Until the channel ends: raises ChannelEndedError."""
+        await asyncio.gather(self._listen(), self._decide())
+
+    def _add(self, rank: int, iteration: int, report: bytes) -> None:
+        if self._gathering.add(rank, iteration, report):
+            self._over.set()
+
+    async def _listen(self) -> None:
+        while True:
+            message, along = await hear(self._channel)
+            if isinstance(message, Published):
+                self._server.pass_on(message.iteration, along)
+                continue
+            assert isinstance(message, Measured), f"{message} came instead of measurements"
+            self._planner.runs(message.number, message.asked)
+            at = 0
+            for iteration, nbytes in zip(message.iterations, message.nbytes, strict=True):
+                self._gathering.expect(iteration)
+                self._add(self._leader, iteration, along[at : at + nbytes])
+                at += nbytes
+
+    async def _decide(self) -> None:
+        """A decision on all that is over, as soon as anything is; meanwhile, now and then, who is waited for."""
+        loop, gathering = asyncio.get_running_loop(), self._gathering
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._over.wait(), self._waits_s)
+            self._over.clear()
+            if over := gathering.take():
+                await loop.sock_sendall(self._channel, packed(self._planner.answer(over)))
+            elif gathering.awaited is not None:
+                waits = Waits(iteration=gathering.awaited, missing=tuple(gathering.missing))
+                await loop.sock_sendall(self._channel, packed(waits))
+
+
+async def _work(channel: socket.socket, listener: socket.socket) -> None:
+    begin, _ = await hear(channel)
+    assert isinstance(begin, Begin), f"{begin} came first"
+    notes = PlannerNotes()
+    notes.collect(begin.log_level)
+    allow_connections(len(begin.reporters), "planner process")
+    await PlannerProcess(channel, listener, begin, Planner(begin, notes)).work()
+
+
+def main(arguments: list[str]) -> None:
+    """The process, with the descriptor of its channel and its parent's process id as arguments."""
+    serve(arguments, _work)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the sidecar process of the job's lowest rank that takes in what all cells report and finds stragglers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.control.detector.straggler_arrivals import WINDOW, Late, Row, Stragglers
+from adaptra_megatron.control.detector.straggler_causes import HostFigures, StragglerCause, explain
+from adaptra_megatron.control.sidecar.report_connections import ReportServer
+from adaptra_megatron.control.sidecar.sidecar_process import Notes, allow_connections, packed, serve
+from adaptra_megatron.control.stragglers.straggler_reports import (
+    MOST_ROWS,
+    TO_JUDGE,
+    CellReport,
+    Finish,
+    JudgeBegin,
+    LateCell,
+    Reports,
+    StragglerServiceReply,
+    StragglerVerdict,
+    report_of,
+)
+from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
+
+logger = logger_of(__name__)
+
+KEPT = 6
+"""Looks for which a cause counts after it has shown last: one that comes and goes is not said again and again."""
+_FIGURES_WITHIN = 4
+"""Looks within which a host's figures come, which are read only while a cell of its stage is late; see HostSampler."""
+_SEEN_EVERY_S, _SEEN_CELLS = 60.0, 256
+"""Between two events of how all cells arrive, for so many cells at most; of more cells they are as much rarer."""
+
+
+class StragglerDetector:
+    """The job's. For one thread."""
+
+    def __init__(self, names: Mapping[Cell, tuple[int, str]], log: Callable[[Event], None]) -> None:
+        """`names`: rank and host of all cells. `log`: takes findings."""
+        self._names, self._log = names, log
+        self._replicas = 1 + max(cell.replica for cell in names)
+        self._stages = 1 + max(cell.stage for cell in names)
+        self._stragglers = Stragglers(self._replicas, self._stages)
+        self._open: dict[int, dict[Cell, Row]] = defaultdict(dict)
+        self._judged, self._count = -1, 0
+        """The latest iteration that was judged, and how many were since the last event of all arrivals."""
+        self._causes: dict[int, dict[str, tuple[StragglerCause, int]]] = {}
+        """By late replica and kind: the cause, and the look in which it showed last."""
+        self._untold: dict[int, tuple[int, Late]] = {}
+        """By late replica: the look in which it was found, and how late it was then, until that is logged."""
+        self._looks = 0
+        self._seen_s = float("-inf")
+        self._said_missing = False
+
+    def look(self, reports: Reports, now_s: float) -> StragglerVerdict:
+        """Take in what all cells report; `now_s`: seconds of any clock that runs on."""
+        self._looks += 1
+        found: list[Late] = []
+        over: list[int] = []
+        for rows in self._complete(reports):
+            self._stragglers.observe(rows)
+            begun, ended = self._stragglers.judge()
+            found, over = [*found, *begun], [*over, *ended]
+        late = {each.replica: each for each in self._stragglers.late()}
+        for replica in dict.fromkeys(over):
+            if replica not in late:
+                self._tell_over(replica)
+        for each in found:
+            if each.replica in late:
+                self._untold[each.replica] = self._looks, each
+        self._explain_all(late, reports)
+        lags_s = self._stragglers.lags_s()
+        due_s = self._seen_s + _SEEN_EVERY_S * max(1.0, self._replicas * self._stages / _SEEN_CELLS)
+        if self._count and (found or over or (now_s >= due_s and self._count >= WINDOW)):
+            self._tell_arrivals()
+            self._seen_s = now_s
+        cells = (
+            LateCell(cell=Cell(replica, each.stage), cpu=self._cpu(each), told=replica not in self._untold)
+            for replica, each in late.items()
+        )
+        return StragglerVerdict(late=tuple(cells), lags_s=tuple(map(tuple, lags_s)))
+
+    def finish(self) -> None:
+        """Log what has not been logged yet: findings whose cause is still looked for, and how all cells arrive."""
+        for _, late in list(self._untold.values()):
+            self._tell(late, "healthy")
+        self._tell_arrivals()
+
+    def _tell_arrivals(self) -> None:
+        """Log how all cells have arrived in the latest iterations, if there are new ones."""
+        if self._count and self._stragglers.count:
+            lags_s = [[round(lag_s, 6) for lag_s in lags_s] for lags_s in self._stragglers.lags_s()]
+            last = self._stragglers.last()
+            self._log(ArrivalsSeen(until=self._judged, iterations=self._stragglers.count, lags_s=lags_s, last=last))
+        self._count = 0
+
+    def _tell(self, late: Late, before: str) -> None:
+        self._log(self._detection(late.replica, late, before, "late"))
+        self._untold.pop(late.replica, None)
+
+    def _tell_over(self, replica: int) -> None:
+        if replica in self._untold:
+            self._tell(self._untold[replica][1], "healthy")
+        self._causes.pop(replica, None)
+        self._log(self._detection(replica, None, "late", "healthy"))
+
+    def _explain_all(self, late: Mapping[int, Late], reports: Reports) -> None:
+        """Tell findings once their causes are known, or have been looked for long enough; and later causes."""
+        hosts = {cell: report.host for cell, report in reports.items() if report.host is not None}
+        for replica, each in sorted(late.items()):
+            new = self._explain(each, late, hosts)
+            cell = Cell(replica, each.stage)
+            if replica not in self._untold:
+                if new:
+                    self._tell(each, "late")
+                continue
+            report = reports.get(cell)
+            missing = report is not None and report.missing
+            if cell in hosts or missing or self._looks - self._untold[replica][0] >= _FIGURES_WITHIN:
+                self._tell(each, "healthy")
+                self._say_missing(report)
+
+    def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
+        """Iterations that all cells have reported by now, in ascending order."""
+        for cell, report in reports.items():
+            for row in report.rows:
+                if row.iteration > self._judged:
+                    self._open[row.iteration][cell] = row
+        whole = sorted(number for number, rows in self._open.items() if len(rows) == len(self._names))
+        found = [self._open[number] for number in whole]
+        if whole:
+            self._judged, self._count = whole[-1], self._count + len(whole)
+        for number in sorted(self._open):
+            if number <= self._judged or len(self._open) > MOST_ROWS:
+                del self._open[number]
+        return found
+
+    def _explain(self, late: Late, all_late: Mapping[int, Late], hosts: Mapping[Cell, HostFigures]) -> bool:
+        """Look for causes; returns whether there is one of a kind that was not there before."""
+        others = [
+            figures for cell, figures in hosts.items() if cell.stage == late.stage and cell.replica not in all_late
+        ]
+        known = self._causes.setdefault(late.replica, {})
+        causes = explain(late, hosts.get(Cell(late.replica, late.stage)), others)
+        new = [cause for cause in causes if cause.kind not in known]
+        # The likeliest first, those that do not show now behind them.
+        shown = {cause.kind.value: (cause, self._looks) for cause in causes}
+        kept = {kind: each for kind, each in known.items() if kind not in shown and self._looks - each[1] < KEPT}
+        self._causes[late.replica] = {**shown, **kept}
+        return bool(new)
+
+    def _detection(self, replica: int, late: Late | None, before: str, after: str) -> StragglerDetection:
+        if late is None:
+            reason = f"it comes with the others in most of the last {WINDOW} iterations"
+            return StragglerDetection(replica=replica, before=before, after=after, reason=reason)
+        causes = [cause for cause, _ in self._causes.get(replica, {}).values()]
+        rank, host = self._names[Cell(replica, late.stage)]
+        parts = [
+            f"by {1e3 * late.lag_s:.3g} ms, the last one in {late.last} of the last {late.of} iterations, which costs "
+            f"{late.share:.0%} of an iteration",
+            *(cause.text for cause in causes),
+        ]
+        return StragglerDetection(
+            replica=replica,
+            before=before,
+            after=after,
+            reason="; ".join(parts),
+            remedy="; ".join(dict.fromkeys(cause.remedy for cause in causes if cause.remedy)),
+            stage=late.stage,
+            first_rank=rank,
+            host=host,
+            lag_s=late.lag_s,
+            last=late.last,
+            of=late.of,
+            share=late.share,
+            causes=[cause.kind.value for cause in causes],
+            since_iteration=late.since,
+        )
+
+    def _cpu(self, late: Late) -> str:
+        causes = self._causes.get(late.replica, {}).values()
+        return "; ".join(cause.text for cause, _ in causes if cause.kind.helped_by_pinning)
+
+    def _say_missing(self, report: object) -> None:
+        missing = getattr(report, "missing", ())
+        if missing and not self._said_missing:
+            self._said_missing = True
+            logger.info(
+                "what a late replica's host has to do with it is not known without %s: pip install "
+                "'adaptra-megatron[monitor]' on all hosts",
+                " and ".join(missing),
+            )
+
+
+class JudgeProcess:
+    """Work of the straggler process, as tasks of one event loop."""
+
+    def __init__(self, channel: socket.socket, listener: socket.socket, begin: JudgeBegin, notes: Notes) -> None:
+        self._channel, self._pace, self._notes = channel, begin.pace, notes
+        self._cells = {rank: cell for cell, rank, _ in begin.cells}
+        self._judge = StragglerDetector({cell: (rank, host) for cell, rank, host in begin.cells}, notes.log)
+        self._reports: dict[Cell, CellReport] = {}
+        self._finished = asyncio.Event()
+        self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, self._cells, self._add)
+        self._server.listen(listener)
+
+    async def work(self) -> None:
+        """Until the rank has it finish. Raises ChannelEndedError where the channel ends before."""
+        await asyncio.gather(self._listen(), self._look())
+
+    async def _listen(self) -> None:
+        message, _ = await TO_JUDGE.hear(self._channel)
+        assert isinstance(message, Finish), f"{message} came instead of the end"
+        self._finished.set()
+
+    async def _look(self) -> None:
+        backoff, verdict = self._pace.backoff(), StragglerVerdict()
+        while not self._finished.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                pause_s = self._pace.pause_s(backoff.next_s(), self._iteration_s(), verdict.late)
+                await asyncio.wait_for(self._finished.wait(), pause_s)
+            before, verdict = verdict, self._judge.look(self._reports, time.monotonic())
+            last = self._finished.is_set()
+            if last:
+                self._judge.finish()
+            lines, events = self._notes.take_all()
+            if last or lines or events or verdict != before:
+                judged = StragglerServiceReply(verdict=verdict, lines=lines, events=events, last=last)
+                await asyncio.get_running_loop().sock_sendall(self._channel, packed(judged))
+
+    def _iteration_s(self) -> float:
+        """Seconds of an iteration that has been reported lately; 0 before any has."""
+        rows = next((report.rows for report in self._reports.values() if report.rows), ())
+        return rows[-1].seconds if rows else 0.0
+
+    def _add(self, rank: int, number: int, report: bytes) -> None:
+        try:
+            self._reports[self._cells[rank]] = report_of(report)
+        except ValueError as cause:
+            logger.warning("what rank %d reports of its arrivals cannot be taken in: %s", rank, cause)
+
+
+async def _work(channel: socket.socket, listener: socket.socket) -> None:
+    begin, _ = await TO_JUDGE.hear(channel)
+    assert isinstance(begin, JudgeBegin), f"{begin} came first"
+    notes = Notes()
+    notes.collect(begin.log_level)
+    allow_connections(len(begin.cells), "judge of stragglers")
+    await JudgeProcess(channel, listener, begin, notes).work()
+
+
+def main(arguments: list[str]) -> None:
+    """The process, with the descriptor of its channel and its parent's process id as arguments."""
+    serve(arguments, _work)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publish that a rank ends the job, by an error of its own or at the end of the training, and abort on that.
+
+Who fails is to be seen first: its traceback is logged before any other rank is made aware of the error, and those that
+are wait for its process to end, so that launchers, exit statuses and error files name the rank that failed. Where the
+process of a rank serves the job's store, that one ends last: others ask the store until they end, and torch would log
+in each that it is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import JobLayout, process_identity
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.common.typed_messages import packed, plain_text, unpacked
+from adaptra_megatron.elastic.failure_errors import OtherRankError, UnrecoverableError, is_communication, is_of_script
+
+logger = logger_of(__name__)
+
+_ERROR, _END, _GOING = "last_word", "ended", "going"
+_MOST_NBYTES = 1 << 14
+_LOGGED = "_adaptra_logged"
+_STORE_S = 2.0
+"""For the job's store, as a job ends in which the death of a rank is not got over."""
+_GOES_S, _LOOKS_S = 5.0, 0.02
+"""For the process of a rank that has failed to end, however long it takes to clean up."""
+_LAST_S = _GOES_S + 1.0
+"""For all other processes to end, which wait for that one."""
+
+
+@dataclass(frozen=True)
+class ErrorNotice:
+    """Notice of a rank that ends with an error of its own."""
+
+    rank: str
+    """Its name in messages."""
+    error: str
+    process: int
+    identity: str
+    """See `process_identity`."""
+    serves: bool = False
+    """Whether its process serves the job's store, and so ends last."""
+
+    def __str__(self) -> str:
+        return f"{self.rank}: {self.error}"
+
+    def wait_for_end(self) -> None:
+        """Wait until its process has ended and its launcher has seen that; for some seconds at most. Returns at once
+        where that process waits for this one."""
+        if self.serves:
+            return
+        deadline_s, visible = time.monotonic() + _GOES_S, self.identity == process_identity()
+        while time.monotonic() < deadline_s:
+            if visible:
+                try:
+                    os.kill(self.process, 0)  # finds it until its parent has taken its exit status
+                except ProcessLookupError:
+                    return
+                except PermissionError:
+                    pass  # it is there, and another user's
+            time.sleep(_LOOKS_S)
+
+
+@dataclass(frozen=True)
+class EndingProcess:
+    """A process that ends, of a job that ends with an error."""
+
+    process: int
+    identity: str
+
+    def over(self, identity: str) -> bool:
+        """Return whether it has ended, as seen by a process of `identity`; False where that cannot be seen."""
+        if self.identity != identity:
+            return False
+        try:
+            seen = os.pidfd_open(self.process)
+        except OSError as cause:
+            return isinstance(cause, ProcessLookupError)
+        try:
+            ends = select.poll()
+            ends.register(seen, select.POLLIN)
+            return bool(ends.poll(0))
+        finally:
+            os.close(seen)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """End of this rank, in a job that ends with an error."""
+
+    control: ControlStore
+    word: ErrorNotice | None
+    """Of another rank, whose error it is."""
+    others: int
+    """Ranks that end before this one, since its process serves their store; 0: it serves none."""
+
+    def wait(self) -> None:
+        """Wait until those that are to end before this rank have; for some seconds at most."""
+        if self.word is not None:
+            self.word.wait_for_end()
+        if self.others:
+            with suppress(RuntimeError), self.control.lent("last word", _STORE_S) as store:
+                _outlast(store, self.others)
+
+
+def _outlast(store: SealedStore, others: int) -> None:
+    deadline_s, identity, ended = time.monotonic() + _LAST_S, process_identity(), 0
+    while ended < others and time.monotonic() < deadline_s:
+        found = store.peek(f"{_GOING}/{ended + 1}")
+        if found is not None and unpacked(found, EndingProcess, _MOST_NBYTES).over(identity):
+            ended += 1
+        else:
+            time.sleep(_LOOKS_S)
+
+
+def log_own(name: str, error: BaseException) -> None:
+    """Log an error of this rank's own with its traceback, once, and let out what this process has printed: from now on
+    its launcher may end it at any moment."""
+    if _LOGGED in vars(error):
+        return
+    vars(error)[_LOGGED] = True
+    logger.error("%s: this error was raised here, and the job ends with it", name, exc_info=error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+
+
+def publish_error(
+    store: SealedStore, name: str, error: BaseException, *, printed: bool = False, serves: bool = False
+) -> None:
+    """The rank of this `name` ends with an error of its own; the first that says so is the one that counts. Logs it,
+    unless Python has `printed` it. `serves`: see `ErrorNotice`. A store that does not answer is left alone."""
+    if not printed and not isinstance(error, UnrecoverableError):
+        log_own(name, error)
+    text = plain_text(f"{type(error).__name__}: {str(error)[:500]}")
+    with suppress(RuntimeError):
+        if store.peek(_ERROR) is None:
+            store.set(_ERROR, packed(ErrorNotice(name, text, os.getpid(), process_identity(), serves)))
+
+
+def end_job(control: ControlStore, layout: JobLayout, error: BaseException) -> Ending:
+    """An iteration of this rank has failed where no death is got over. Logs and says `error` where it is its own. What
+    is returned is to be waited for, once nothing of this rank's is under way."""
+    name, word, own = layout.name(layout.rank), None, not is_communication(error)
+    serves = layout.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # as torch's rendezvous
+    with suppress(RuntimeError), control.lent("last word", _STORE_S) as store:
+        word = _error_in(store)
+        if own and word is None:
+            publish_error(store, name, error, serves=serves)
+        if not serves and (own or word is not None):
+            number = store.add(_GOING, 1)
+            store.set(f"{_GOING}/{number}", packed(EndingProcess(os.getpid(), process_identity())))
+    others = len(layout.workers) - 1 if serves and (own or word is not None) else 0
+    if is_of_script(error) or (own and word is None):
+        log_own(name, error)
+        return Ending(control, None, others)
+    if word is not None:
+        logger.error("%s: this job ends with an error of %s", name, word)
+    return Ending(control, word, others)
+
+
+def publish_finished(store: SealedStore) -> None:
+    """A rank has come to the end of the training. A store that does not answer is left alone."""
+    with suppress(RuntimeError):
+        store.set(_END, b"ended")
+
+
+def check_abort(store: SealedStore, name: str) -> None:
+    """For a rank of this `name` that waits for others: raise OtherRankError where one has ended with an error of its
+    own, once its process has ended; UnrecoverableError where they have come to the end of the training."""
+    if (word := _error_in(store)) is not None:
+        word.wait_for_end()
+        raise OtherRankError(f"this job ends with an error of {word}")
+    if store.peek(_END) is not None:
+        raise UnrecoverableError(
+            f"{name} cannot finish what was under way when a rank died, for others have come to the end of the "
+            "training and left; checkpoints that were written before are whole"
+        )
+
+
+def _error_in(store: SealedStore) -> ErrorNotice | None:
+    found = store.peek(_ERROR)
+    if found is None:
+        return None
+    word: ErrorNotice = unpacked(found, ErrorNotice, _MOST_NBYTES)
+    return word

@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All process groups of one process that survive failures of their members, and what stands behind them in each
+generation.
+
+Inside a call of Megatron's schedules an operation that loses a member raises, and the call is attempted again. Outside
+of calls each has one result: it is repeated, on new tensors, until it is done or another rank has it (`kept_results`).
+Before the next generation begins, nothing of the one before may write any more (`fence`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import PrefixStore, _world
+
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.gathering import nccl_group
+from adaptra_megatron.common.layout import JobLayout
+from adaptra_megatron.common.membership import START_VARIABLE, Departure, MembershipRecords
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.elastic.failure_errors import (
+    EpochEndedError,
+    LateRankError,
+    UnrecoverableError,
+    is_communication,
+    of_backend,
+)
+from adaptra_megatron.elastic.fence import FENCE_S, Fence, FencedGroup, GlooSockets, KeptResults, connected_group
+from adaptra_megatron.elastic.generation import FIRST, Generation
+from adaptra_megatron.elastic.membership_watch import StartupFailureMonitor
+from adaptra_megatron.elastic.process_group import CallbackWork, CompletedWork, FaultTolerantGroup, Launch, Pending
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
+
+_CONNECT_S, _SEEN_S, _LOOKS_S = 60.0, 60.0, 0.1
+
+
+def refuse_newcomer(reroute: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UnrecoverableError in a process that has been started again by itself, where `reroute`
+    (--adaptra-reroute) lets none take part in a job that runs."""
+    if environment.get(START_VARIABLE):
+        raise UnrecoverableError(
+            f"rank {environment['RANK']} has been started again (--max-restarts), but with --adaptra-reroute {reroute} "
+            "it cannot join a job that runs: give all ranks --adaptra-reroute failures or all, or drop --max-restarts"
+        )
+
+
+def place_to_take(environment: Mapping[str, str] = os.environ) -> Departure | None:
+    """The departure of this process's rank where it has been started again; None where it is the first of its rank.
+
+    Raises UnrecoverableError where the job has not lost that rank, RuntimeError where the store cannot be reached.
+    """
+    if not environment.get(START_VARIABLE):
+        return None
+    rank, records = int(environment["RANK"]), MembershipRecords.of_rank(_CONNECT_S, environment)
+    deadline_s = time.monotonic() + _SEEN_S
+    while time.monotonic() < deadline_s:
+        membership = records.newest()
+        if membership is not None and rank not in membership.live:
+            return membership.departure(rank)
+        time.sleep(_LOOKS_S)
+    raise UnrecoverableError(
+        f"rank {rank} has been started again, but its launcher's coordinator has not seen the end of the one before "
+        f"within {_SEEN_S:g} s; look at the launcher of node rank 0"
+    )
+
+
+Made = TypeVar("Made")
+
+SLICE = timedelta(milliseconds=20)
+"""For how long a wait looks away from the set of live ranks."""
+_NAME = "adaptra"
+
+
+def live_groups(config: AdaptraConfig) -> FaultTolerantGroups | None:
+    """Return those of this process, in place from now on, where `config` asks for training that survives rank failures.
+
+    Raises RuntimeError where torch.distributed has been initialised already, UnrecoverableError where this process has
+    been started again and cannot take part.
+    """
+    if not config.is_fault_tolerant:
+        refuse_newcomer(config.reroute)
+        return None
+    groups = FaultTolerantGroups(place := place_to_take())
+    groups.install()
+    if place is None:
+        groups.early_watch = StartupFailureMonitor()
+    return groups
+
+
+class FaultTolerantGroups:
+    """Made before torch.distributed is initialised. For the training thread, but where said."""
+
+    def __init__(self, place: Departure | None = None) -> None:
+        """`place`: that this process takes in a job that has begun. Until it is admitted, its groups have it alone for
+        a member, which gets from the others what it has itself."""
+        self.place = place
+        self.ended = threading.Event()
+        """Set, from any thread, once the set of live ranks has changed; cleared by `enter`."""
+        self.early_watch: StartupFailureMonitor | None = None
+        """Until members can fail without ending the job."""
+        self.stale = False
+        """Set where members have died: what was to be gathered of shards may not have been, until `gather_missed`."""
+        self.gather: Callable[[], None] = lambda: None
+        """Gathers all parameters from the shards that are stepped."""
+        self.ignores_failed = False
+        """See `ignoring_failed_members`."""
+        self._groups: list[FaultTolerantGroup] = []
+        self.rank = 0
+        """This process's global one."""
+        self._description = "group"
+        self._natives: dict[tuple[FaultTolerantGroup, str], FencedGroup] = {}
+        self._fence = Fence()
+        self._timeout_s = 0.0
+        self._store: Any = None
+        self._control: ControlStore | None = None
+        """Where groups meet; None: in the job's store, before there is anything to recover from."""
+        self._generation = FIRST
+        self._inside = False
+        self._layout: JobLayout | None = None
+        self._recover: Callable[[Exception], None] | None = None
+        self.kept = KeptResults()
+        """Of operations outside of calls."""
+        self._undo: list[Callable[[], None]] = []
+
+    # What torch.distributed sees.
+
+    def install(self) -> None:
+        """Have every process group that is made from now on be one of these. Raises RuntimeError if there is any."""
+        if dist.is_initialized():
+            raise RuntimeError(
+                "--adaptra-reroute failures has to be given before torch.distributed is initialised: groups that exist "
+                "do not survive failures of their members"
+            )
+        dist.Backend.register_backend(_NAME, self._create, extended_api=True, devices=["cpu", "cuda"])
+        # By a watchdog of its own, torch would end this process for another's death.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        for name in ("init_process_group", "new_group"):
+            self._replace(name)
+
+    def uninstall(self) -> None:
+        """Let torch.distributed make its own groups again."""
+        if self.early_watch is not None:
+            self.early_watch.close()
+        while self._undo:
+            self._undo.pop()()
+        delattr(dist.Backend, _NAME.upper())
+        dist.Backend.backend_list.remove(_NAME)
+
+    def _replace(self, name: str) -> None:
+        original = getattr(dist, name)
+
+        @functools.wraps(original)
+        def made(*given: Any, **keywords: Any) -> Any:
+            for theirs in ("backend", "pg_options", "device_id"):
+                keywords.pop(theirs, None)
+            self._description = str(keywords.get("group_desc") or "group")
+            if name == "init_process_group":
+                given = given[1:]  # a backend
+            return original(*given, **keywords, backend=_NAME)
+
+        setattr(dist, name, made)
+        self._undo.append(lambda: setattr(dist, name, original))
+
+    def _create(self, options: Any, _backend_options: Any) -> FaultTolerantGroup:
+        """Return what torch's `_new_process_group_helper` takes for the process group itself, as it is a subclass."""
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        if not self._groups:
+            self.rank, self._timeout_s = options.group_rank, options.timeout.total_seconds()
+            self._store = options.store
+        made = [group.description.partition("#")[0] for group in self._groups if group.ranks == tuple(ranks)]
+        group = FaultTolerantGroup(self, ranks, self.rank, f"{self._description}#{made.count(self._description)}")
+        if self.place is not None:
+            group.members, group.stand_ins = (self.rank,), dict.fromkeys(group.ranks, self.rank)
+        self._groups.append(group)
+        return group
+
+    @property
+    def device(self) -> torch.device:
+        """Return where collectives of objects and barriers have their tensors."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    # What each generation puts behind them.
+
+    def begin(self, layout: JobLayout, control: ControlStore, recover: Callable[[Exception], None]) -> None:
+        """Outlive members from now on. `recover`: goes on in the next generation, in which an operation outside of
+        calls that has failed is repeated, or raises."""
+        if self.early_watch is not None:
+            self.early_watch.close()
+        self._layout, self._recover = layout, recover
+        self._control = control
+
+    def enter(self, generation: Generation, control: ControlStore) -> None:
+        """Go on with the ranks of `generation`, once `leave` has returned. `control`: its part of the job's store."""
+        assert self._layout is not None
+        self._generation, self._control = generation.id, control
+        for group in self._groups:
+            _set_members(group, self._layout, generation.live)
+        self.stale = True
+        self.ended.clear()
+
+    def lost_shards(self, live: frozenset[int]) -> list[tuple[int, ...]]:
+        """Ranks that do not live and had the same shard, which no other has: its owner first."""
+        known: list[tuple[int, ...]] = [
+            (group.ranks[place], group.ranks[holder])
+            for group in self._groups
+            for place, holder in enumerate(group.holders or ())
+        ]
+        known += [tuple(ranks) for group in self._groups if group.has_shards for ranks in (group.alike or {}).values()]
+        return sorted({ranks for ranks in known if live.isdisjoint(ranks)})
+
+    def leave(self) -> None:
+        """End what the present generation's groups have under way, and return once nothing of it can write any more.
+
+        Raises OperationStillRunsError as `Fence.wait`.
+        """
+        fence, self._fence = self._fence, Fence()
+        self._natives.clear()
+        fence.close()
+        fence.wait(min(FENCE_S, self._timeout_s))
+
+    def native(self, group: FaultTolerantGroup, device: torch.device) -> FencedGroup:
+        """Torch's own group of those that take part, made when first needed, by all of them."""
+        key = group, device.type
+        if key not in self._natives:
+            members = tuple(group.members)
+            # All that the thread goes by is of this generation: it may start, or go on, once the next has begun.
+            make = functools.partial(self._make_native, group.description, members, device.type, self._control)
+            with of_backend():
+                native, sockets = interruptible(make, self.check, self._timeout_s, "a process group")
+            self._natives[key] = self._fence.guarded(native, group.description, members, sockets)
+        return self._natives[key]
+
+    def _make_native(
+        self, description: str, members: tuple[int, ...], device: str, control: ControlStore | None
+    ) -> tuple[Any, GlooSockets | None]:
+        """Make torch's group of `members`, which meet in `control`; for gloo also its connections."""
+        place = hashlib.blake2b(f"{description}/{members}/{device}".encode(), digest_size=12)
+        name, rank = f"live/{place.hexdigest()}", members.index(self.rank)
+        if control is None:
+            store = PrefixStore(name, self._store.clone() if hasattr(self._store, "clone") else self._store)
+        elif device == "cpu":
+            with control.lent(name, self._timeout_s, sealed=False) as lent:
+                return connected_group(lent, rank, len(members), self._timeout_s)
+        else:
+            store = control.unsealed(name)
+        if device == "cpu":
+            return connected_group(store, rank, len(members), self._timeout_s)
+        return nccl_group(store, rank, len(members), self._timeout_s), None
+
+    # Operations.
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of Megatron's schedules: what fails raises, and is not repeated by itself."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    @contextmanager
+    def numbered_alive(self) -> Iterator[None]:
+        """Number ranks meanwhile as if those that live were all, for what is written for others to read: in the group
+        of all, and in those of one stage in several replicas. Within a replica, stages and lanes keep their numbers.
+        """
+        assert self._layout is not None
+        live = sorted({rank for group in self._groups for rank in group.members})
+        places, known = {rank: place for place, rank in enumerate(live)}, _world.pg_group_ranks
+        before = {group: known[group] for group in self._groups if group in known}
+        for group, ranks in before.items():
+            group.renumbered = not alike(group, self._layout)
+            if group.renumbered:
+                known[group] = {places[rank]: place for place, rank in enumerate(group.members)}
+            else:
+                known[group] = {places.get(rank, -1 - rank): place for rank, place in ranks.items()}
+        try:
+            yield
+        finally:
+            for group, ranks in before.items():
+                group.renumbered, known[group] = False, ranks
+
+    @contextmanager
+    def ignoring_failed_members(self) -> Iterator[None]:
+        """Leave what only failed members had as it is in the outputs of what is gathered meanwhile: for callers that
+        have set these before."""
+        self.ignores_failed = True
+        try:
+            yield
+        finally:
+            self.ignores_failed = False
+
+    def check(self) -> None:
+        """Raise EpochEndedError once the set of live ranks has changed."""
+        if self.ended.is_set():
+            raise EpochEndedError(f"generation {self._generation} has ended: the set of live ranks has changed")
+
+    def run(
+        self,
+        group: FaultTolerantGroup,
+        outputs: Sequence[torch.Tensor],
+        launch: Launch,
+        *,
+        renewed: bool = False,
+        own_memory: bool = False,
+    ) -> Work:
+        """Carry an operation out. `outputs`: what it changes, and reads. `renewed`: where it fails outside of calls it
+        is not repeated, for all do it again while they are `stale`. `own_memory`: see `_begin`."""
+        device = outputs[0].device
+        begin = functools.partial(self._begin, group, device, outputs, launch, in_place=renewed, own_memory=own_memory)
+        if self._inside or self._layout is None:
+            self.check()
+            return Pending(self, begin(in_place=True))
+        if renewed:
+            while not self.stale and not self._done(begin):
+                pass
+            return CompletedWork()
+        name = self._key(group)
+        while not self.kept.known(name, outputs):
+            if group is self._groups[0]:
+                # All ranks do this or none, and the training may have come to its end, without a further call.
+                self.gather_missed()
+            if self._done(begin):
+                break
+        self.kept.keep(name, outputs)
+        return CompletedWork()
+
+    def gather_missed(self) -> None:
+        """Gather parameters again where a rank may have died while that was done."""
+        if self.stale:
+            self.stale = False
+            self.gather()
+
+    def _begin(
+        self,
+        group: FaultTolerantGroup,
+        device: torch.device,
+        outputs: Sequence[torch.Tensor],
+        launch: Launch,
+        *,
+        in_place: bool,
+        own_memory: bool,
+    ) -> Any:
+        """Launch an operation. With gloo it writes into memory of its own, which the thread that waits for it puts in
+        place: where its connections are shut down, gloo may leave it waiting for ever, and nobody else may then use
+        what it writes into. `in_place`: whether it may write into `outputs` over NCCL, whose kernels end when they are
+        aborted. `own_memory`: with gloo, `launch` sees to that itself.
+        """
+        native = self.native(group, device)
+        if own_memory if native.is_gloo else in_place:
+            return launch(native, list(outputs))
+        fresh = [output.detach().clone() for output in outputs]
+        return CallbackWork(launch(native, fresh), functools.partial(_put, outputs, fresh))
+
+    def _done(self, begin: Callable[[], Any]) -> bool:
+        """Carry an operation outside of calls out; False if it lost a member, and the next generation has begun."""
+        try:
+            self.check()
+            self.wait_for(begin())
+        except Exception as cause:
+            if not is_communication(cause):
+                raise
+            assert self._recover is not None
+            traceback.clear_frames(cause.__traceback__)  # which hold handles of groups that are given up
+            self._recover(cause)
+            return False
+        return True
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for torch's handle. Raises EpochEndedError once the set of live ranks has changed, LateRankError after
+        the job's timeout, and what the operation raises."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                with of_backend():
+                    work.wait(SLICE)
+                break
+            except RuntimeError:
+                if work.is_completed():
+                    with of_backend():
+                        work.wait()  # which raises, unless it was the slice that had ended
+                    break
+            self.check()
+            if time.monotonic() > deadline_s:
+                raise LateRankError(f"timed out: a collective has taken longer than {self._timeout_s:g} s")
+        if not self._inside:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was launched. Raises EpochEndedError as all waits."""
+        if not torch.cuda.is_available():
+            return
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        while not event.query():
+            self.check()
+
+    def operations(self) -> dict[str, int]:
+        """Return how many operations outside of calls each group has carried out since the last commit, by its name."""
+        return self.kept.counts([self._key(group) for group in self._groups])
+
+    def _key(self, group: FaultTolerantGroup) -> str:
+        """Equal for groups that are joined where ranks have died: those of the same stages and lanes of replicas."""
+        if group.key is None:
+            assert self._layout is not None
+            joined = alike(group, self._layout)
+            ranks = sorted(ranks[0] for ranks in joined.values()) or list(group.ranks)
+            group.key = hashlib.blake2b(f"{group.description}/{ranks}".encode(), digest_size=12).hexdigest()
+        return group.key
+
+
+def _put(outputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:
+    """Put what an operation has come to in place, as the operation itself would: unseen by autograd. An output may be a
+    part of an input, which comes after it."""
+    for output, found in reversed(list(zip(outputs, fresh, strict=True))):
+        output.data.copy_(found)
+
+
+def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
+    """Return what `make` makes (`what`, in words), in a thread that is left to itself if `check` raises meanwhile, or
+    after `timeout_s`: `make` reads nothing that another generation changes. Raises as both, and LateRankError."""
+    found: list[Any] = []
+    done = threading.Event()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def work() -> None:
+        try:
+            if device is not None:  # each thread has its own
+                torch.cuda.set_device(device)
+            found.append(make())
+        except Exception as cause:
+            found.append(cause)
+        done.set()
+
+    deadline_s = time.monotonic() + timeout_s
+    DeviceThread(work, "adaptra-interruptible").start()
+    while not done.wait(SLICE.total_seconds()):
+        check()
+        if time.monotonic() > deadline_s:
+            raise LateRankError(f"timed out: {what} has not been made within {timeout_s:g} s")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    made: Made = found[0]
+    return made
+
+
+def alike(group: FaultTolerantGroup, layout: JobLayout) -> Mapping[int, Sequence[int]]:
+    """See `FaultTolerantGroup.alike`: joined are groups between stages of one replica, and those of an optimizer
+    instance."""
+    if group.alike is None:
+        workers = [layout.workers[rank] for rank in group.ranks]
+        within = len({worker.cell.replica for worker in workers}) == 1 < len({worker.cell.stage for worker in workers})
+        group.alike = {}
+        if group.instances > 1 or (within and layout.replicas > 1):
+            period = layout.replicas // group.instances if group.instances > 1 else 1
+            found = defaultdict[tuple[int, int, int], list[int]](list)
+            places = {
+                rank: (each.cell.stage, each.lane, each.cell.replica % period) for rank, each in layout.workers.items()
+            }
+            for rank in sorted(places, key=lambda each: layout.workers[each].cell.replica):
+                found[places[rank]].append(rank)
+            group.alike = {rank: found[places[rank]] for rank in group.ranks}
+    return group.alike
+
+
+def _set_members(group: FaultTolerantGroup, layout: JobLayout, live: frozenset[int]) -> None:
+    joined = alike(group, layout)
+    whole = live.issuperset(layout.workers)
+    if group.adds_instances and not whole:
+        live = frozenset([layout.rank])
+    if not joined or whole:
+        group.members = tuple(rank for rank in group.ranks if rank in live)
+        group.speaks, group.stand_ins = True, {rank: rank for rank in group.members}
+        return
+    group.members = tuple(sorted(live.intersection(itertools.chain(*joined.values()))))
+    group.stand_ins = {rank: next(each for each in ranks if each in live) for rank, ranks in joined.items()}
+    # Of what is the same one addend counts; gradients, of which each rank has those of its micro-batches, all do.
+    group.speaks = group.has_shards or layout.rank in group.stand_ins.values()

@@ -1,0 +1,587 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part in a job that goes on when ranks fail: carries out what the protocol asks for (`protocol`)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TypeVar
+
+from adaptra_megatron.common.child_process import OwningProcess
+from adaptra_megatron.common.control_store import ControlStore, SilentStoreError
+from adaptra_megatron.common.layout import Cell, JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.membership import Departure, Membership, MembershipRecords, Stalled
+from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.common.typed_messages import packed
+from adaptra_megatron.elastic.failure_errors import (
+    EpochEndedError,
+    JobLostError,
+    LateRankError,
+    OtherRankError,
+    SwallowedErrors,
+    UnrecoverableError,
+    UnsoundAttemptError,
+    is_communication,
+    is_of_script,
+)
+from adaptra_megatron.elastic.generation import RESTART, Generation, live_ranks
+from adaptra_megatron.elastic.job_abort import check_abort, publish_error, publish_finished
+from adaptra_megatron.elastic.membership_watch import MembershipWatch, answer_roll, is_called
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups, interruptible
+from adaptra_megatron.elastic.protocol import (
+    Answer,
+    Arrive,
+    Arrived,
+    Attempt,
+    Await,
+    AwaitAll,
+    AwaitChange,
+    AwaitFence,
+    Changed,
+    Done,
+    HandedIn,
+    HandOver,
+    Interrupted,
+    LookUp,
+    Phase,
+    Put,
+    PutOnce,
+    Rank,
+    Request,
+    Unsound,
+)
+from adaptra_megatron.elastic.protocol_store import CommitDesk, ProtocolStore, Word
+from adaptra_megatron.elastic.rejoin import (
+    PATIENCE_S,
+    JobRecord,
+    JoinResult,
+    Patience,
+    RejoiningLateError,
+    Return,
+    note_admitted,
+)
+
+logger = logger_of(__name__)
+
+Result = TypeVar("Result")
+
+_HEED_S = 0.2
+"""How often a rank that waits for others in a meeting looks for an error that ends the job."""
+_WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
+"""In which a rank learns whether those that rejoin take part."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """Ranks that were lost, and how that was got over."""
+
+    epoch: int
+    ranks: Mapping[str, str]
+    """Names of ranks, and why."""
+    dead_cells: tuple[Cell, ...]
+    """All so far."""
+    live: int
+    """Number of ranks that go on."""
+    seconds: float
+    """From when this rank saw it until what was under way had been done again."""
+
+
+class RecoveryManager:
+    """For the training thread; made when all ranks have met."""
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        control: ControlStore,
+        groups: FaultTolerantGroups,
+        records: MembershipRecords,
+        timeout_s: float,
+        patience_s: float,
+        joined: JoinResult | None = None,
+    ) -> None:
+        """`timeout_s`: longest wait for another rank. `patience_s`: for the launcher to say who has failed, after an
+        error that may come of it. `joined`: of a process that takes the place of a rank that had failed."""
+        self._layout, self._control, self._groups, self._records = layout, control, groups, records
+        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._store = control.punctual("survival", timeout_s)
+        self._steps = ProtocolStore(control, self._store, timeout_s)
+        self._desk = CommitDesk(self._store, layout.rank, timeout_s)
+        self._rank = Rank.first(layout) if joined is None else joined.rank
+        self._callbacks: list[Callable[[], None]] = []
+        self._run: Callable[[], object] = lambda: None
+        """The attempt at the call under way."""
+        self._result: object = None
+        """What the last attempt that came to its end has returned."""
+        self._cause: Exception = RuntimeError()
+        """What has interrupted this rank last."""
+        self._patience = Patience()
+        self._heeded_s = time.monotonic()
+        self._begun_s = 0.0
+        """When the last change of generation began for this rank."""
+        self._struck_s: float | None = None
+        """When the failure of a rank was seen, until what it struck has been redone."""
+        self._known: set[Departure] = set()
+        """Those that have been logged."""
+        self._lost: dict[str, str] = {}
+        """What was lost since then: names of ranks, and why."""
+        self.rank_losses: list[RankFailure] = []
+        """All that have been got over."""
+        self._returns: list[Return] = []
+        self._latest: Membership | None = None
+        self.epochs = 0
+        """How many generations there have been after the first."""
+        self.word: Callable[[Word], Word] = lambda word: word
+        """Adds what this rank comes with to the end of an attempt."""
+        self.hand_over: Callable[..., float] | None = None
+        """Gives those of a generation that rejoin what they need of this rank's state: see `enable_rejoin`. None: no
+        process can take the place of a rank that has failed."""
+        self._roll: tuple[Generation, SealedStore] | None = None
+        """For the watch's thread: the present generation's roll call."""
+        self._called: Generation | None = None
+        """The last generation whose roll has been called."""
+        self._swallowed, self._owner = SwallowedErrors(), OwningProcess()
+        self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
+        self._hooked, sys.excepthook = sys.excepthook, self._uncaught
+        groups.begin(layout, self._control_of(self.generation), self._go_on)
+        if joined is not None:
+            self._known.update(joined.left)
+            groups.leave()
+            groups.enter(self.generation, self._control_of(self.generation))
+        if (newest := self._watch.newest) is not None:
+            self._changed(newest)
+
+    def enable_rejoin(self, hand_over: Callable[..., float], settings: Mapping[str, str]) -> None:
+        """Have ranks that are started again take part, with the same `settings` (see `JobRecord`).
+
+        `hand_over(generation, before, check=)` gives those of a generation that rejoin what they need of this rank's
+        state; `before`: ranks that have taken part before; `check`: raises where it is to end. Returns by how many
+        seconds they were late, and raises RejoiningLateError where that is too much."""
+        self.hand_over = hand_over
+        if self.epochs == 0 and self._layout.rank == min(self._layout.workers) and not self._rank.call:
+            self._records.clone().publish_layout(packed(JobRecord(self._layout.record(), settings)))
+
+    def take_returns(self) -> Sequence[Return]:
+        """Ranks that were admitted again since the last call; none but on the lowest of the ranks that did so."""
+        returns, self._returns = self._returns, []
+        return returns
+
+    @property
+    def generation(self) -> Generation:
+        """The one that this rank is in."""
+        return self._rank.generation
+
+    @property
+    def turn(self) -> int:
+        """Return how many attempts have ended without a commit so far: messages of later ones have more."""
+        return self._rank.turn
+
+    @property
+    def ranks_lost(self) -> int:
+        """Number of ranks that take no part any more: those of all dead cells."""
+        return len(self._layout.workers) - len(self.generation.live)
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, in another thread, as soon as the set of live cells has changed."""
+        self._callbacks.append(callback)
+
+    def check(self) -> None:
+        """Raise EpochEndedError once the set of live cells has changed."""
+        self._groups.check()
+
+    def carry_out(self, attempt: Callable[[Generation, int], Result], *, trains: bool = False) -> Result:
+        """Run `attempt(generation, number of the try)` until one commits; return what that has returned. `trains`:
+        whether this is a training iteration, before which ranks may be admitted.
+
+        Raises UnrecoverableError where what lives is not the whole model, OtherRankError where another rank ends with
+        an error of its own, ReplicasDifferError and UnsoundAttemptError where state or gradients are wrong, and this
+        rank's own errors, after having them known to the others.
+        """
+        tries = itertools.count()
+        self._run = lambda: attempt(self.generation, next(tries))
+        self._rank = self._rank.begin(trains=trains)
+        self._step_until_between()
+        self._got_over()
+        result, self._result = self._result, None
+        return result  # type: ignore[return-value]
+
+    def close(self, *, well: bool = True) -> None:
+        """End the thread. `well`: whether no call of this rank has failed. It has come to the end of the training then,
+        unless an error of another kind ends it: one that leaves an operation outside of calls, or a script."""
+        fails = self._rank.phase is not Phase.BETWEEN or isinstance(sys.exc_info()[1], Exception)
+        if well and self._rank.call and not fails:
+            publish_finished(self._store)
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._hooked
+        self._watch.close()
+
+    def end_with(self, error: BaseException, *, printed: bool = False) -> None:
+        """Have the other ranks end with this rank's own error, which is logged first unless Python has `printed` it.
+        In a forked child nothing: the connection to the store is its parent's."""
+        if not self._owner.is_this:
+            return
+        if isinstance(error, Exception) and not isinstance(
+            error, (OtherRankError, UnrecoverableError, SilentStoreError)
+        ):
+            publish_error(self._store, self._layout.name(self._layout.rank), error, printed=printed)
+
+    # The protocol's requests.
+
+    def _go_on(self, error: Exception) -> None:
+        """After an operation outside of calls has failed: the next generation."""
+        self._cause = error
+        self._rank = self._rank.interrupted()
+        self._step_until_between()
+        self._got_over()
+
+    def _step_until_between(self) -> None:
+        while self._rank.phase is not Phase.BETWEEN:
+            before, answer = self._rank, self._answer(self._rank.request)
+            self._rank = self._after(before, answer)
+            self._note(before, answer)
+
+    def _answer(self, request: Request) -> Answer:
+        match request:
+            case Attempt():
+                return self._attempt()
+            case AwaitFence():
+                self._begun_s = time.monotonic()
+                self._groups.leave()
+                return Done()
+            case AwaitChange():
+                return Changed(self._change(request.tried))
+            case LookUp():
+                return Changed(self._records.clone().of_epoch(request.epoch))
+        try:
+            return self._answer_from_store(request)
+        except RejoiningLateError as late:
+            self._report_late(late)
+            return Interrupted()
+        except TimeoutError as cause:
+            if self._rank.phase in (Phase.GATHERING, Phase.AWAITING_AGREEMENT):
+                raise self._no_meeting(cause) from cause
+            self._cause = LateRankError(f"timed out: not all ranks came to the end of call {self._rank.call}: {cause}")
+            return Interrupted()
+        except Exception as cause:
+            if not is_communication(cause):
+                raise
+            self._cause = cause
+            return Interrupted()
+
+    def _answer_from_store(self, request: Request) -> Answer:
+        match request:
+            case Arrive():
+                return self._arrive(request.name)
+            case HandOver():
+                assert self.hand_over is not None
+                self._hand_over(request.next)
+                return Done()
+            case Put(value=HandedIn() as state):
+                request = replace(request, value=replace(state, operations=self._groups.operations()))
+        assert isinstance(request, (Put, PutOnce, Await, AwaitAll))
+        return self._steps.carry_out(request, self._check_wait)
+
+    def _hand_over(self, to: Generation) -> None:
+        """Hand this rank's state over. Raises RejoiningLateError where who rejoins is too late, and what ends it."""
+        abandoned = threading.Event()
+
+        def check() -> None:
+            if abandoned.is_set():
+                raise EpochEndedError("the admission has been called off")
+
+        assert self.hand_over is not None
+        handed = functools.partial(self.hand_over, to, self._rank.before, check=check)
+        try:
+            late_s = interruptible(handed, self._check_wait, self._timeout_s, "what ranks that rejoin need")
+        finally:
+            abandoned.set()  # the thread is left to itself
+        self._patience = Patience(late_s)
+
+    def _attempt(self) -> Answer:
+        """Run an attempt. Raises this rank's own errors."""
+        try:
+            with self._groups.call():
+                self._result = self._run()
+                self._groups.synchronize()
+            return Done()
+        except Exception as cause:
+            # Once the generation has ended, what was aborted may have left garbage, and that may raise anything.
+            ended = self._groups.ended.is_set()
+            if isinstance(cause, UnsoundAttemptError) and not ended:
+                return self._repeat(cause)
+            if not is_communication(cause) and not ended:
+                self.end_with(cause)
+                raise
+            # What is left behind holds handles of groups, whose connections are to close for peers to wake.
+            traceback.clear_frames(cause.__traceback__)
+            self._cause = cause
+            return Interrupted()
+
+    def _repeat(self, cause: UnsoundAttemptError) -> Answer:
+        """Have an attempt repeated, once. Raises `cause` where that did not help."""
+        if self._rank.repeated:
+            self.end_with(cause)
+            raise cause
+        logger.error("%s; the attempt is repeated", cause)
+        return Unsound()
+
+    def _arrive(self, attempt: str) -> Answer:
+        word = self._desk.arrive(self._rank.call, self.generation.live, self.word(Word(attempt)), self.check)
+        if word is None:
+            return Arrived(False, None)
+        if not word.sound():
+            return self._repeat(
+                UnsoundAttemptError(
+                    f"attempt {attempt}: gradients have been divided by {' and '.join(map(str, word.divisors))} "
+                    f"tokens, but micro-batches had {word.tokens}"
+                )
+            )
+        return Arrived(True, None if self.hand_over is None else self._watch.newest)
+
+    def _check_wait(self) -> None:
+        """Raise what ends the wait of the present phase."""
+        rank, newest = self._rank, self._watch.newest
+        if rank.phase is Phase.AWAITING_FATE:
+            self.check()
+            return
+        self._heed_now_and_then()
+        if newest is not None and rank.is_struck_by(newest):
+            raise EpochEndedError("a rank has failed while others met")
+        if rank.phase is not Phase.COUNTING:
+            return
+        assert rank.next is not None
+        if self._steps.look(rank.next.id, "admitted"):
+            raise EpochEndedError("another rank has called the admission off")
+        if (waited_s := self._patience.waited_s()) > PATIENCE_S:
+            missing = (each for each in sorted(rank.next.live) if not self._steps.look(rank.next.id, f"here/{each}"))
+            raise RejoiningLateError(tuple(missing), waited_s)
+
+    # What follows from answers.
+
+    def _after(self, before: Rank, answer: Answer) -> Rank:
+        """The rank after an answer. What the job cannot go on without is made known to all others: to those that do not
+        see it themselves, and those that are started again. Raises as `after_failures` and `_refuse_lost_shards`."""
+        try:
+            after = before.after(answer)
+            if before.phase is Phase.CHANGING and after.next is not None:
+                self._refuse_lost_shards(after.next)
+        except JobLostError as lost:
+            publish_error(self._store, self._layout.name(self._layout.rank), lost)
+            raise
+        return after
+
+    def _note(self, before: Rank, answer: Answer) -> None:
+        """Do what a step has made necessary here."""
+        after = self._rank
+        if after.call > before.call:
+            self._groups.kept.forget()
+        if before.phase in (Phase.AGREEING, Phase.AWAITING_AGREEMENT) and after.next is None:
+            self._entered_after_failures()
+        elif before.phase is Phase.ADMITTING:
+            assert isinstance(answer, Changed)
+            assert after.next is not None
+            self._admission_begins(answer.membership, after.next)
+        elif before.phase in _WORDS and before.next is not None and after.next is None:
+            self._admission_ended(before, admitted=after.generation.id == before.next.id)
+
+    def _entered_after_failures(self) -> None:
+        rank, generation, membership = self._rank, self.generation, self._watch.newest
+        self._swallowed.log(self._cause)
+        self._steps.release()
+        self._enter(generation)
+        self._exchange_results(generation)
+        left = () if membership is None else membership.left
+        lost = [each for each in left if each not in self._known and each.rank not in generation.live]
+        self._known.update(lost)
+        self._lost |= {self._layout.name(each.rank): each.why for each in lost}
+        names = ", ".join(f"{self._layout.name(each.rank)} ({each.why})" for each in lost)
+        if rank.rank == min(generation.live):
+            logger.warning(
+                "lost %s: going on with %d of %d ranks", names, len(generation.live), len(self._layout.workers)
+            )
+        self._struck_s = self._struck_s or self._begun_s
+
+    def _enter(self, generation: Generation) -> None:
+        self.epochs += 1
+        self._groups.enter(generation, self._control_of(generation))
+        if self._latest is not None:  # which may have come while the end of the generation before was still marked
+            self._changed(self._latest)
+
+    def _exchange_results(self, generation: Generation) -> None:
+        """Put what others lack of the results of operations outside of calls where they find it."""
+        assert self._rank.agreement is not None
+        holders = self._rank.agreement.holders
+        if not holders:
+            return
+        store = self._control_of(generation).punctual("kept", self._timeout_s)
+        self._groups.kept.publish(store, [group for group, rank in holders.items() if rank == self._rank.rank])
+        self._groups.kept.found_with(holders, store, self._timeout_s, self.check)
+
+    def _admission_begins(self, membership: Membership, admitted: Generation) -> None:
+        self._begun_s, self._patience = time.monotonic(), Patience()
+        for each in membership.arrived:
+            if admitted.admitted.get(each.rank) == each.epoch:
+                self._layout.move(each.rank, each.ready.host, each.ready.identity)
+
+    def _admission_ended(self, before: Rank, *, admitted: bool) -> None:
+        self._steps.release()
+        assert before.next is not None
+        arrived = sorted(before.next.live - before.before)
+        seconds = time.monotonic() - self._begun_s
+        back = Return(before.next, tuple(map(self._layout.name, arrived)), seconds)
+        leads = before.rank == min(before.before)
+        if admitted:
+            self._groups.kept.forget()
+            self._groups.leave()
+            self._enter(before.next)
+            if leads:
+                note_admitted(self._store, before.ticket)
+                self._records.clone().say_admitted(before.next.admitted)
+                self._returns.append(back)
+        if not leads:
+            return
+        names = ", ".join(back.ranks)
+        if admitted:
+            text = "%s: back, after %.2f s in which the others waited; going on with %d of %d ranks"
+            logger.warning(text, names, seconds, len(before.next.live), len(self._layout.workers))
+        else:
+            text = "%s: not admitted after %.2f s, as a rank has died or was late meanwhile; going on without"
+            logger.warning(text, names, seconds)
+
+    def _report_late(self, late: RejoiningLateError) -> None:
+        """Have the launcher end processes that rejoin and do not come: it may start others in their places."""
+        assert self._rank.next is not None
+        ranks = tuple(each for each in late.ranks if each not in self._rank.before)
+        if ranks:
+            why = f"did not come to take its place for {late.waited_s:.1f} s"
+            self._watch.report(Stalled(ranks, why, self._rank.next.admitted))
+
+    def _got_over(self) -> None:
+        """What was under way has been done again, if a rank failed in it."""
+        if self._struck_s is None:
+            return
+        generation, seconds = self.generation, time.monotonic() - self._struck_s
+        dead_cells = tuple(sorted(generation.dead_cells))
+        loss = RankFailure(generation.id.membership, self._lost, dead_cells, len(generation.live), seconds)
+        self.rank_losses.append(loss)
+        if self._layout.rank == min(generation.live):
+            logger.warning("what was under way has been redone %.2f s after the loss was seen", seconds)
+        self._struck_s, self._lost = None, {}
+
+    # Failures of others.
+
+    def _change(self, tried: frozenset[int]) -> Membership:
+        """Wait as `_await_change`. Raises this rank's own error rather than another's, which it does not hide."""
+        own = is_of_script(self._cause)
+        try:
+            return self._await_change(tried)
+        except OtherRankError as other:
+            if not own:
+                raise other from self._cause
+        raise self._cause
+
+    def _await_change(self, tried: frozenset[int]) -> Membership:
+        """Wait for a membership with other live ranks than those `tried` last. Raises what has interrupted this rank
+        where there is none within the patience, not even once the roll has been called."""
+        membership = self._wait_for_change(tried)
+        if membership is None and self._stalled_are_ended():
+            membership = self._wait_for_change(tried, roll_called=True)
+        self._heed_last_word()
+        if membership is None:
+            self.end_with(self._cause)
+            raise self._cause
+        return membership
+
+    def _wait_for_change(self, tried: frozenset[int], *, roll_called: bool = False) -> Membership | None:
+        """Return a membership as `_await_change`; None if there is none within the patience, or once the roll has been
+        called, unless it had been before: `roll_called`."""
+        deadline_s, known = time.monotonic() + self._patience_s, -1
+        while (left_s := deadline_s - time.monotonic()) > 0 and (roll_called or self._called is not self.generation):
+            membership = self._watch.wait_beyond(known, min(left_s, _HEED_S))
+            if membership is None:
+                self._heed_last_word()
+                continue
+            if self._live(membership) != tried:
+                return membership
+            known = membership.epoch
+        return None
+
+    def _look_for_roll_call(self) -> None:
+        """In the watch's thread: a rank that has waited too long wakes all others."""
+        generation = self.generation
+        if self._roll is None or self._roll[0] is not generation:
+            self._roll = generation, self._control_of(generation).client("roll call")
+        if self._called is not generation and is_called(self._roll[1]):
+            self._called = generation
+            self._interrupt()
+
+    def _stalled_are_ended(self) -> bool:
+        """Call the roll, or answer to it. Return whether live ranks stand still, which the launcher ends."""
+        generation, rank = self.generation, self._layout.rank
+
+        def known() -> bool:
+            self._heed_last_word()
+            newest = self._watch.newest
+            return newest is not None and self._live(newest) != generation.live
+
+        with self._control_of(generation).lent("roll call", self._timeout_s) as store:
+            stalled = answer_roll(store, self._layout, generation.live, generation.admitted, self._timeout_s, known)
+        if stalled is not None and rank == min(generation.live.difference(stalled.ranks)):
+            self._watch.report(stalled)
+        return stalled is not None or known()
+
+    def _no_meeting(self, cause: TimeoutError) -> UnrecoverableError:
+        assert self._rank.next is not None
+        return UnrecoverableError(
+            f"{self._layout.name(self._layout.rank)} has waited {self._timeout_s:g} s (--adaptra-timeout-s) in vain "
+            f"for the ranks that live in generation {self._rank.next.id}: {cause}; look at the first whose log stops"
+        )
+
+    def _refuse_lost_shards(self, generation: Generation) -> None:
+        """Raise JobLostError where a shard of the optimizer's state is gone."""
+        if lost := self._groups.lost_shards(generation.live):
+            name = self._layout.name
+            held = "; ".join(
+                f"{name(owner)} and of its copy at {' and '.join(map(name, rest))}" for owner, *rest in lost
+            )
+            raise JobLostError(f"all are dead that held the optimizer's state of {held}: {RESTART}")
+
+    def _heed_now_and_then(self) -> None:
+        if time.monotonic() - self._heeded_s > _HEED_S:
+            self._heed_last_word()
+            self._heeded_s = time.monotonic()
+
+    def _heed_last_word(self) -> None:
+        check_abort(self._store, self._layout.name(self._layout.rank))
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """As `sys.excepthook`: what ends this process outside of calls is an error of its own, too."""
+        self._hooked(kind, error, trace)
+        self.end_with(error, printed=True)
+
+    # Who lives.
+
+    def _control_of(self, generation: Generation) -> ControlStore:
+        return self._control.in_generation(generation.id)
+
+    def _live(self, membership: Membership) -> frozenset[int]:
+        return live_ranks(self._layout, membership, self.generation.admitted)
+
+    def _changed(self, membership: Membership) -> None:
+        """In the watch's thread: a new membership."""
+        self._latest = membership
+        if self._live(membership) == self.generation.live:
+            return
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._groups.ended.set()
+        for callback in self._callbacks:
+            callback()
