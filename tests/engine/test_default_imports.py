@@ -15,7 +15,7 @@ PROGRAM = str(Path(__file__).with_name("imported_ranks.py"))
 MOST_LINES = 29_000
 """Of the package, on any rank. May fall; what makes it grow is imported where it is used instead."""
 BY_FLAG = ("engine.fault_tolerance", "engine.rejoining", "engine.rerouting.rerouting", "engine.update_features")
-BY_FLAG += ("engine.measurement.megatron_spans", "elastic.survival", "gradsync.replica_sums")
+BY_FLAG += ("engine.measurement.megatron_spans", "elastic.recovery", "gradsync.replica_sums")
 BY_FLAG += ("megatron.replica_updates", "megatron.staggered_optimizer", "megatron.state.conservation")
 
 
