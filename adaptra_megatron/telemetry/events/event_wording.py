@@ -314,6 +314,14 @@ def duration(seconds: float) -> str:
     return f"{1e6 * seconds:.0f} µs"
 
 
+def age_text(seconds: float) -> str:
+    """How long ago something was, in the largest unit of which there are two."""
+    for unit, size_s in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return duration(seconds)
+
+
 def memory_text(event: MemoryWanted) -> str:
     """Return what more memory would buy."""
     what = "the way through the pipeline" if event.source is None else f"link {event.source}<->{event.target}"

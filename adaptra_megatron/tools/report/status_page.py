@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from adaptra_megatron.telemetry.events.event_wording import (
     RECENT,
+    age_text,
     cable_of,
     cost_since,
     duration,
@@ -385,17 +386,17 @@ def _state(events: Sequence[StampedEvent], silent_s: float, seconds: dict[int, f
         state = "failed" if wrong else "ended"
         return (
             state,
-            f"ended {duration(silent_s)} ago: {(wrong or ends)[0]}",
+            f"ended {age_text(silent_s)} ago: {(wrong or ends)[0]}",
             ["the job ended with an error: see the log of the rank, and docs/troubleshooting.md"] * bool(wrong),
         )
     recent_s = max(list(seconds.values())[-RECENT:], default=0.0)
     if silent_s > max(SILENT_S, SILENT_ITERATIONS * recent_s):
         return (
             "silent",
-            f"silent for {duration(silent_s)}: it hangs, or was killed",
+            f"silent for {age_text(silent_s)}: it hangs, or was killed",
             ["look at the first rank whose log stops; a job that was killed goes on from its last checkpoint"],
         )
-    return "runs", f"runs, wrote {duration(max(silent_s, 0.0))} ago", []
+    return "runs", f"runs, wrote {age_text(max(silent_s, 0.0))} ago", []
 
 
 def _speed(events: Sequence[StampedEvent], seconds: dict[int, float]) -> str:

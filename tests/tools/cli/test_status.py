@@ -151,10 +151,10 @@ def test_a_run_that_is_silent_or_has_ended_says_so(tmp_path: Path, capsys: pytes
     write_events(tmp_path, [(HEALTHY, 9)], ended=False)
     assert "runs, wrote" in status(tmp_path, capsys, age_s=100.0)["run"][0]
     said = status(tmp_path, capsys, age_s=1000.0, healthy=False)
-    assert "silent for 1,000 s" in said["run"][0]
+    assert "silent for 17 min" in said["run"][0]
     assert said["to do"][0].startswith("look at the first rank whose log stops")
     write_events(tmp_path / "ended", [(HEALTHY, 9)])
-    assert "ended 1,000 s ago: training finished" in status(tmp_path / "ended", capsys, age_s=1000.0)["run"][0]
+    assert "ended 17 min ago: training finished" in status(tmp_path / "ended", capsys, age_s=1000.0)["run"][0]
 
 
 def test_of_many_lines_of_a_kind_the_latest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
