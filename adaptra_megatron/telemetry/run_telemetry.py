@@ -205,7 +205,7 @@ class RunTelemetry:
         self._job = job if job is not None else self._job
 
     def lead(self, *, leads: bool) -> None:
-        """Have this rank say from now on what one rank says for all, or not: the one that did has died, or is back."""
+        """Set whether this rank logs what one rank logs for all: the one that did has failed, or has rejoined."""
         if self._place.leads and not leads:
             self._log_times()
         self._place = replace(self._place, leads=leads)

@@ -119,7 +119,7 @@ class LeaderWatch:
 
 
 class IterationTimes:
-    """Gathers times of iterations, to be told many at once. Pure; for one thread."""
+    """Gather times of iterations, to be logged many at once. Pure; for one thread."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -127,16 +127,18 @@ class IterationTimes:
         self._seconds: list[float] = []
 
     def add(self, iteration: int, seconds: float, step: int | None = None) -> IterationsTimed | None:
-        """`iteration` took `seconds`; `step`: Megatron's number of it. Returns what is to be told now: a full batch, or
-        what does not go on here."""
-        told = None
+        """Note that `iteration` took `seconds`; `step`: Megatron's number of it.
+
+        Returns what is to be logged now: a full batch, or one that this iteration does not continue; else None.
+        """
+        batch = None
         due = len(self._seconds) >= TOLD_AT_ONCE or sum(self._seconds) >= TOLD_AFTER_S
         if iteration != self._first + len(self._seconds) or due:
-            told = self.rest()
+            batch = self.rest()
         if not self._seconds:
             self._first, self._step = iteration, step
         self._seconds.append(round(seconds, 6))
-        return told
+        return batch
 
     def rest(self) -> IterationsTimed | None:
         """Changes that have not been logged yet."""
@@ -153,7 +155,7 @@ class PathState:
     switches: int
     """Number of its changes."""
     sessions_lost: int
-    """Device sessions, of either direction, that died."""
+    """Device sessions, of either direction, that failed."""
 
 
 class PathWatch:
@@ -183,8 +185,8 @@ class PathWatch:
             self._links[peer] = now
             if before is None or now.switches == before.switches:
                 continue
-            lost = now.sessions_lost - before.sessions_lost
-            failover = now.path == "host" and lost > 0
+            failed = now.sessions_lost - before.sessions_lost
+            failover = now.path == "host" and failed > 0
             self.failovers += failover
             if failover:
                 cause = "a session of the device path was lost"

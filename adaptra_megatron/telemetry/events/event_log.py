@@ -198,9 +198,9 @@ class Damage(NamedTuple):
 def read_events(directory: Path | str, damage: Callable[[Damage], object] | None = None) -> list[StampedEvent]:
     """The events of all ranks of the latest run in `directory`, by time; empty if there are none.
 
-    A last line that its rank could not finish is left out; and, where `damage` is there to be told what is wrong with
-    them, all lines that are no event. Raises EventLogError for anything else that is no event, OSError if a file cannot
-    be read.
+    A last line that its rank could not finish is left out. Where `damage` is given, all other lines that are no event
+    are left out, too, and it is called with what is wrong with each; else they raise EventLogError. Raises OSError if a
+    file cannot be read.
     """
     found: dict[tuple[str, int, int], StampedEvent] = {}
     for path in sorted(Path(directory).glob(FILE_PATTERN)):

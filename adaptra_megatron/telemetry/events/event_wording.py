@@ -61,7 +61,7 @@ class CableCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return what is lost in each iteration."""
+        """Return the seconds that it costs in each iteration."""
         return max(0.0, self.now_s - self.before_s)
 
     @property
@@ -242,10 +242,10 @@ def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, 
         place += f", link to stage {event.peer}" if event.peer is not None else ""
         return f"Fault{place}: {event.what}", event.detail
     if isinstance(event, RanksLost):
-        lost = "; ".join(f"{rank}: {why}" for rank, why in event.ranks.items())
+        failed = "; ".join(f"{rank}: {why}" for rank, why in event.ranks.items())
         cells = f"dead cells: {', '.join(event.dead_cells)}"
         return f"{len(event.ranks)} of the ranks died, and {event.live} went on {duration(event.seconds)} later", (
-            f"{lost}; {cells}"
+            f"{failed}; {cells}"
         )
     if isinstance(event, RanksReturned):
         text = f"{len(event.ranks)} of the ranks came back, and {event.live} went on {duration(event.seconds)} later"

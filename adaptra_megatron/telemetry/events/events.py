@@ -65,7 +65,7 @@ class RunEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkDetection:
-    """The detector changed its mind about a directed link."""
+    """The detector finds a directed link in another state."""
 
     name: ClassVar[str] = "link"
     source: int
@@ -101,7 +101,7 @@ class LinkDetection:
 
 @dataclass(frozen=True, kw_only=True)
 class StageDetection:
-    """The detector changed its mind about how fast a stage computes."""
+    """The detector finds that a stage computes at another speed."""
 
     name: ClassVar[str] = "stage"
     stage: int
@@ -125,7 +125,7 @@ class StageDetection:
 @dataclass(frozen=True, kw_only=True)
 class StragglerDetection:
     """A data-parallel replica comes last to gradient synchronisation from now on, or does not any more; or a cause of
-    that has been found. Told by the job's lowest rank."""
+    that has been found. Logged by the job's lowest rank."""
 
     name: ClassVar[str] = "straggler"
     replica: int
@@ -137,7 +137,7 @@ class StragglerDetection:
     remedy: str = ""
     """What to do."""
     stage: int | None = None
-    """The stage that the others wait for, as far as can be told."""
+    """The stage that the others wait for, as far as it is known."""
     first_rank: int | None = None
     """That of the stage."""
     host: str | None = None
@@ -198,7 +198,7 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryWanted:
-    """The plan is as fast as memory allows; with more of it a faster one would do. Told once per plan."""
+    """The plan is as fast as memory allows; with more of it a faster one would do. Logged once per plan."""
 
     name: ClassVar[str] = "memory"
     held: float
@@ -321,30 +321,30 @@ class PathChanged:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksLost:
-    """Ranks have died, and training goes on without them. Told by the lowest rank that lives."""
+    """Ranks have failed, and training goes on without them. Logged by the lowest live rank."""
 
     name: ClassVar[str] = "lost"
     epoch: int
-    """Number of the new set of live ranks."""
+    """Number of the new generation."""
     ranks: Mapping[str, str]
-    """Each that was lost, in words, and how it ended."""
+    """Each rank that failed, in words, and how it ended."""
     dead_cells: Sequence[str] = ()
     """All so far, as "replica.stage"."""
     live: int
     """Number of ranks that go on."""
     seconds: float
-    """From when it was seen until what was under way had been done again."""
+    """From when the failure was detected until the interrupted iteration had been run again."""
     moved: Sequence[Sequence[int]] = ()
     """What the routes since then move, as in `RoutesChosen`; empty where no training iteration has been planned yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksReturned:
-    """Ranks that had died were started again and take part. Told by the lowest rank that lives."""
+    """Ranks that had failed were started again and have rejoined. Logged by the lowest live rank."""
 
     name: ClassVar[str] = "returned"
     epoch: int
-    """Number of the new set of live ranks."""
+    """Number of the new generation."""
     ranks: Sequence[str]
     """In words."""
     dead_cells: Sequence[str] = ()
@@ -359,7 +359,7 @@ class RanksReturned:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something of ours broke."""
+    """A part of this package failed."""
 
     name: ClassVar[str] = "fault"
     what: str

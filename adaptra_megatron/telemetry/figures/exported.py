@@ -32,7 +32,7 @@ class MetricSpec(NamedTuple):
 
     meaning: str
     labels: tuple[str, ...] = ()
-    """Its own; beside them, those of the endpoint."""
+    """Its own; the endpoint adds those of its own."""
     counter: bool = False
     """Counters are served with `_total` behind their name; all others are gauges."""
     of_job: bool = False
@@ -212,7 +212,7 @@ class ExportedFigures:
         yield self._samples("adaptra_stage_state", states)
 
     def _lost(self, lost: FailureMetrics) -> Iterator[Samples]:
-        """Ranks and cells that have died, and what that cost."""
+        """Yield the ranks and cells that have failed, and what that cost."""
         yield self._samples("adaptra_dead_cells", {(): len(lost.dead_cells)})
         yield self._samples("adaptra_ranks_lost", {(): lost.ranks})
         yield self._samples("adaptra_cell_dead", {tuple(map(str, cell)): 1.0 for cell in lost.dead_cells})

@@ -27,7 +27,7 @@ class LinkFigures:
 
     latency_s: float
     bandwidth_bytes_s: float | None = None
-    """None while it cannot be told."""
+    """None while it is not known."""
     state: str = "healthy"
 
 
@@ -62,8 +62,8 @@ class RouteFigures:
     cells: Mapping[tuple[int, int], CellFigures]
     """By replica and stage; in large jobs those alone that straggle, give or take."""
     predicted_gain_s: float | None = None
-    """Seconds of an iteration that the present routes save beside those before; None where nothing is routed, or the
-    routes are an earlier leader's."""
+    """Seconds of an iteration by which the present routes are faster than those before; None where nothing is routed,
+    or the routes are an earlier leader's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class FailureMetrics:
     ranks: int = 0
     """Number of ranks that take no part any more: those of all dead cells."""
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """By epoch, from when a loss was seen until what was under way had been done again."""
+    """By epoch, from when a failure was detected until the interrupted iteration had been run again."""
 
 
 @dataclass(frozen=True, kw_only=True)

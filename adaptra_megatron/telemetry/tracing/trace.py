@@ -214,8 +214,8 @@ def _header(path: Path, line: str) -> TraceHeader:
 def read_trace(path: Path | str, damage: Callable[[str], object] | None = None) -> RankTrace:
     """Read one rank's file, and the one that was set aside before.
 
-    A last line without an end (the rank was killed while writing) is left out; and, where `damage` is there to be told
-    what is wrong with them, all lines that are not an iteration's records.
+    A last line without an end (the rank was killed while writing) is left out. Where `damage` is given, all other lines
+    that are not an iteration's records are left out, too, and it is called with what is wrong with each.
 
     Raises TraceError for anything else that is not a trace, OSError if the file cannot be read.
     """

@@ -4,10 +4,9 @@
 For traces on demand, an empty file names iterations, and every rank writes those.
 
 The files are `TRACE_DIR/requests/NAME`, NAME one of `120`, `120-125`, `next`, `next-5`, `last`, `last-5`; so `touch` is
-enough, from any host that sees the leader's directory. The leader looks for them once per iteration, beside the
-training; turns them into Megatron's numbers of iterations; and sends these along with the decision that every rank
-reads anyway. Each rank keeps its records of the last iterations in memory, so what has just happened can be asked for
-too.
+enough, from any host that sees the leader's directory. The leader looks for them once per iteration, while training
+goes on. It turns them into Megatron's numbers of iterations and sends these with the decision that every rank reads
+anyway. Each rank keeps its records of the last iterations in memory: what has just happened can be asked for, too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def policy_file(trace_directory: Path | str) -> Path:
 
 
 def ask_for_policy(trace_directory: Path | str, policy: str) -> Path:
-    """Put the request where the job looks; its file, which is gone once it has been read. Raises OSError."""
+    """Put the request where the job looks; its file, which is removed once it has been read. Raises OSError."""
     file = policy_file(trace_directory)
     written = file.with_suffix(".new")
     written.write_text(f"{policy}\n")

@@ -297,18 +297,18 @@ def _ring_and_doorbell() -> None:
 
     producer = Ring.create(2, 4096)
     consumer = Ring.attach(producer.fd)
-    inbox, heard = Inbox(max_message_nbytes=0, pooled_nbytes=0), threading.Event()
+    inbox, received = Inbox(max_message_nbytes=0, pooled_nbytes=0), threading.Event()
 
     def listen() -> None:
         if inbox.next(consumer, time.monotonic() + _WAIT_S) is not None:
-            heard.set()
+            received.set()
 
     listener = threading.Thread(target=listen)
     listener.start()
     time.sleep(_SETTLE_S)  # it sleeps by now: only a working doorbell wakes it
     producer.write_ack(0, time.monotonic() + _WAIT_S)
     listener.join()
-    if not heard.is_set():
+    if not received.is_set():
         raise RuntimeError(f"a message in shared memory was not seen within {_WAIT_S:g} s: futexes do not wake")
 
 

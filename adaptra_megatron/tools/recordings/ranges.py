@@ -213,9 +213,9 @@ class _Reader:
     def _document(self, rest: Mapping[str, Any]) -> None:
         base = rest.get("baseTimeNanoseconds")
         self.found.base_ns = base if isinstance(base, int) and abs(base) < 1 << 63 else 0
-        told = _as_dict(rest.get("distributedInfo"))
-        self.found.rank, self.found.world_size = whole(told.get("rank")), whole(told.get("world_size"))
-        groups = told.get("pg_config")
+        job = _as_dict(rest.get("distributedInfo"))
+        self.found.rank, self.found.world_size = whole(job.get("rank")), whole(job.get("world_size"))
+        groups = job.get("pg_config")
         for group in groups if isinstance(groups, list) else ():
             kind = _kind_of_group(_as_dict(group))
             ranks = _as_dict(group).get("ranks")

@@ -113,15 +113,15 @@ def _labels(path: Path, files: Sequence[FileRanges]) -> _Labels:
     found: _Labels = {}
     for source, ranges in _by_source(files).items():
         groups, own = files[source.file].groups, files[source.file].rank
-        told = {kind: ranks_of.index(own) for kind, ranks_of in groups.items() if own is not None and own in ranks_of}
+        known = {kind: ranks_of.index(own) for kind, ranks_of in groups.items() if own is not None and own in ranks_of}
         for each in ranges:
             key = _key(source, each)
             if key not in found:
                 stage, replica, lane, rank = key[1]
                 found[key] = _Label(
-                    told.get("stage") if stage is None else stage,
-                    told.get("replica") if replica is None else replica,
-                    told.get("lane") if lane is None else lane,
+                    known.get("stage") if stage is None else stage,
+                    known.get("replica") if replica is None else replica,
+                    known.get("lane") if lane is None else lane,
                     ranks[source.file] if rank is None else rank,
                 )
     if (most := max((label.stage or 0 for label in found.values()), default=0)) >= MOST_STAGES:

@@ -60,7 +60,7 @@ class _IncompleteError(Exception):
 
 def steps_of(name: str, actions: Sequence[RecordedAction], wanted: Wanted, placement: Placement | None = None) -> Steps:
     """The steps that `actions` make. Raises RecordingError where none of those `wanted` is there, or where steps are
-    not named and cannot be told apart."""
+    not named and cannot be distinguished."""
     found = Steps()
     by_step = _by_step(name, actions, found.notes)
     trained = {
@@ -297,7 +297,7 @@ def check_one_job(name: str, actions: Sequence[RecordedAction]) -> None:
 
 
 def _split_backwards(rows: Sequence[RecordedAction]) -> list[RecordedAction]:
-    """Backwards beside a weight gradient of their own are input halves: zero-bubble recordings say F, B and W."""
+    """Take backwards for input halves where there are weight gradients, too: zero-bubble recordings say F, B and W."""
     weights = {(each.chunk, each.micro_batch) for each in rows if each.optype is OpType.BACKWARD_WEIGHT}
     return [
         each._replace(optype=OpType.BACKWARD_INPUT)

@@ -125,7 +125,7 @@ class RecordingError(ValueError):
 
 
 class NoTraceError(RecordingError):
-    """A file that is JSON and no trace: in a directory it may stand beside some."""
+    """A file that is JSON and no trace: a directory may hold it next to traces."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name} {what}")

@@ -34,7 +34,7 @@ from adaptra_megatron.telemetry.events.events import (
 from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""Called with what is being done, how much of it is done, and how much there is."""
 WORTH_PROCESSES_NBYTES = 16 << 20
 """Size of all files from which on several processes read them faster than one."""
 MOST_PROCESSES = 8
@@ -165,9 +165,9 @@ class Numbering:
 
     def __init__(self, events: Iterable[StampedEvent]) -> None:
         """`events`: the run's log, whose times of iterations tell; where they do not, as in old logs, numbers stay."""
-        told = (found.event for found in events if isinstance(found.event, IterationsTimed))
+        timed = (found.event for found in events if isinstance(found.event, IterationsTimed))
         # By batch of iterations: the first one, Megatron's number of it, and how many there are.
-        self._batches = sorted((each.first, each.step, len(each.seconds)) for each in told if each.step is not None)
+        self._batches = sorted((each.first, each.step, len(each.seconds)) for each in timed if each.step is not None)
         self._firsts = [first for first, _step, _count in self._batches]
 
     @property

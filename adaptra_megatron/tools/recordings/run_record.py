@@ -69,7 +69,7 @@ class Part:
 
     iterations: tuple[RunIteration, ...]
     beginning: tuple[StampedEvent, ...]
-    """The detections, losses and switches that began it."""
+    """Detections, failures of ranks and switches that began it."""
     new_order: bool
     """True if the order of actions is another than before; for runs without events."""
 
@@ -106,7 +106,7 @@ class RunRecord:
     ranks: tuple[int, ...]
     """Global ranks of the pipeline that is shown, by stage."""
     pipelines: int
-    """Number of pipelines; the one shown is the slowest, if it could be told."""
+    """Number of pipelines; the one shown is the slowest, where that is known."""
     iterations: tuple[RunIteration, ...]
     events: tuple[StampedEvent, ...]
     parts: tuple[Part, ...]
@@ -194,7 +194,7 @@ def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
 
 
 def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
-    """Return those all of whose ranks took part for longest, where some have died; else all."""
+    """Return those all of whose ranks took part for longest, where some have failed; else all."""
     if not pipelines or not any(isinstance(found.event, RanksLost) for found in events):
         return pipelines
     lasts = [

@@ -37,7 +37,7 @@ class PartAnalysis:
     why: str
     """What began it; empty for the first."""
     stragglers: ReplayedStragglers
-    """Beside the ideals of the whole recording."""
+    """Compared with the ideals of the whole recording."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def doubt_of(
 def _parts(
     recording: Recording, steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch]
 ) -> tuple[PartAnalysis, ...]:
-    """Return what slowed each part of a run, beside the ideals of the whole."""
+    """Return what slowed each part of a run, compared with the ideals of the whole."""
     ideals = ideal_seconds(steps, batches)
     whys = {each.step: each.why for each in recording.beginnings}
     found: list[tuple[str, list[RecordedStep]]] = []
@@ -156,12 +156,12 @@ def _parts(
 def figures(analysis: Analysis) -> dict[str, Any]:
     """Everything as one JSON object. Its keys are an interface: add, never rename. Where the recording is not
     understood, what would be findings is null or empty."""
-    told = _figures(analysis)
+    values = _figures(analysis)
     if analysis.doubt:
-        for key, value in told.items():
+        for key, value in values.items():
             if key.startswith(_FINDINGS):
-                told[key] = type(value)() if isinstance(value, dict | list) else None
-    return told
+                values[key] = type(value)() if isinstance(value, dict | list) else None
+    return values
 
 
 _FINDINGS = ("slow", "m_w", "m_s", "lengths", "launch", "messages", "steps_changed")

@@ -107,7 +107,7 @@ def _causes(analysis: Analysis, found: ReplayedStragglers) -> Iterator[str]:
 
 def _slow_workers(analysis: Analysis) -> list[Cell]:
     """The slowest workers that are slower than their peers, where they explain something: a worker that has no peer
-    cannot be told from a long stage."""
+    cannot be distinguished from a long stage."""
     found = analysis.stragglers
     if len(found.by_replica) == 1 or found.workers_share < _EXPLAINS:
         return []
@@ -169,12 +169,15 @@ def _what_ran(analysis: Analysis) -> Iterator[str]:
     worst = max(map(abs, found.replay_errors))
     yield f"Replayed, steps take what was recorded to within {worst:.2%}."
     for part in analysis.parts:
-        told = part.stragglers
-        median_s = statistics.median(told.recorded_s)
-        slow = f", {told.slowdown:.2f} times what they need" if told.slowdown >= WORTH_SAYING else ""
-        links = [f", link {link_name(link)} {percent(told.by_link[link] - 1.0)}" for link in _slow_links(told)[:2]]
+        found_then = part.stragglers
+        median_s = statistics.median(found_then.recorded_s)
+        slow = f", {found_then.slowdown:.2f} times what they need" if found_then.slowdown >= WORTH_SAYING else ""
+        links = [
+            f", link {link_name(link)} {percent(found_then.by_link[link] - 1.0)}"
+            for link in _slow_links(found_then)[:2]
+        ]
         why = f" ({part.why})" if part.why else ""
-        yield f"{_steps(told)}{why}: {duration(median_s)}{slow}{''.join(links)}."
+        yield f"{_steps(found_then)}{why}: {duration(median_s)}{slow}{''.join(links)}."
     at = None if analysis.parts else analysis.steps_changed_at
     if at is not None:
         before_s, after_s = _around(analysis, at)

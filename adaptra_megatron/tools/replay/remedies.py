@@ -121,7 +121,7 @@ class _Step:
 
     @cached_property
     def as_ran_s(self) -> float:
-        """Seconds of the slowest pipeline in the order that ran, its messages beside computation."""
+        """Seconds of the slowest pipeline in the order that ran, its messages overlapping computation."""
         found = self.pipelines
         return max(simulate(found.schedule, costs).makespan_s for costs in found.replicas)
 

@@ -35,7 +35,7 @@ from adaptra_megatron.tools.replay.operations import (
     ReplayMessage,
 )
 
-# When stock Megatron-core's schedules send and receive, told from the order of their actions.
+# When stock Megatron-core's schedules send and receive: it follows from the order of their actions.
 # Without overlap, a cell computes nothing while it exchanges messages. 1F1B exchanges between any two actions: from
 # a forward to a backward, or back, it sends and receives in one call, since both are with the same neighbour;
 # between two of a kind it first sends, then receives. The interleaved schedule exchanges with both neighbours in one

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of recordings that have computation alone: which there were, and how long each was under way.
 
-Two kinds of job are told apart by which of them explains when actions began. Where messages overlap computation, a
+Two kinds of job are distinguished by which of them explains when actions began. Where messages overlap computation, a
 stage that waited for one began the moment it came; a message that came before it was needed is taken for as quick as
 the others of its link usually are, as far as there was time for that. Where exchanges block, as in stock Megatron-core,
 everybody waits for one slow link, and most gaps are longer than any message of their own. So a link takes what its
@@ -136,7 +136,7 @@ def _quick_s(rows: Mapping[Link, list[float]]) -> dict[Link, float]:
 
 
 def _overlapping(step: RecordedStep, *, even: bool = False) -> RecordedStep:
-    """`step` with the seconds of its messages, which are sent and received beside computation. `even`: each as quick
+    """`step` with the seconds of its messages, which overlap computation. `even`: each as quick
     as its link."""
     ready_s: dict[Operation, float] = {}
     """Since when a cell had nothing else to do than the action that needs the message."""

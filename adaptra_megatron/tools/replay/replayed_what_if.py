@@ -161,8 +161,8 @@ def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch])
             links.setdefault(event.optype, set()).add(event.link)
     ideals = {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
     if steps[0].messages:
-        # Two stages have one link each way: what is slow one way is told by the other, for gradients are as large as
-        # activations. Recorded messages keep the paper's ideals.
+        # Two stages have one link each way: what is slow one way shows by comparison with the other, for
+        # gradients are as large as activations. Recorded messages keep the paper's ideals.
         ways = [optype for optype in (OpType.FORWARD_SEND, OpType.BACKWARD_SEND) if optype in ideals]
         ideals |= dict.fromkeys(ways, min(ideals[optype] for optype in ways))
     return ideals

@@ -223,7 +223,7 @@ def chrome_trace(
     epoch; where it is there, the document says when its time 0 was, as those of torch.profiler do.
 
     Its time 0 is the run's first action, so several runs, each with a `label` and a number `run` of its own, can be
-    laid beside each other in one file by `write_trace`.
+    put next to each other in one file by `write_trace`.
     """
     numbers = _Numbers(run)
     records = [record for rank in ranks for record in rank.records]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a run's findings on one HTML page that needs nothing but itself: no network, no other file.
+"""Put a run's findings on one HTML page that needs nothing but itself: no network, no other file.
 
 What the page says is prepared here; how it looks is in `templates/`, one Jinja template per section of the page, with
-its style and its script beside them. Timelines alone are drawn in Python: bars of one colour are one long path.
+its style and its script next to them. Timelines alone are drawn in Python: bars of one colour are one long path.
 """
 
 from __future__ import annotations

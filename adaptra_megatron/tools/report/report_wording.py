@@ -31,7 +31,7 @@ WORTH_SAYING = 0.03
 """Share of an iteration's time below which a difference is no news."""
 MOST_SENTENCES = 8
 MOST_REPETITIONS = 4
-MOST_LOST = 2
+MOST_FAILED = 2
 """Dead ranks that a sentence names."""
 REGULAR = 0.2
 """Share of their median by which gaps may differ and still be called regular."""
@@ -97,8 +97,8 @@ def headline(findings: Sequence[PartFinding]) -> str:
     if not findings:
         return "No iteration is known to have ended"
     last = findings[-1]
-    lost = [rank for finding in findings for rank in _lost(finding)]
-    died = f"; {len(lost)} rank{'s' * (len(lost) > 1)} died" if lost else ""
+    failed = [rank for finding in findings for rank in _failed(finding)]
+    died = f"; {len(failed)} rank{'s' * (len(failed) > 1)} died" if failed else ""
     settled = [finding for finding in findings if finding is _settled(findings) or finding.part.first > 0]
     worst = max(settled, key=lambda finding: finding.seconds)
     before_s = [finding.seconds for finding in settled if finding.part.first < worst.part.first]
@@ -108,7 +108,7 @@ def headline(findings: Sequence[PartFinding]) -> str:
     return f"{slowed}{died}" if last is worst else f"{slowed}; at the end {duration(last.seconds)}{died}"
 
 
-def _lost(finding: PartFinding) -> list[str]:
+def _failed(finding: PartFinding) -> list[str]:
     """The ranks, in words, with whose deaths a part began."""
     events = (found.event for found in finding.part.beginning)
     return [rank for event in events if isinstance(event, RanksLost) for rank in event.ranks]
@@ -129,15 +129,15 @@ def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
     groups = repetitions(changes)
     sentences += [_repeated(group) for group in groups[:MOST_REPETITIONS]]
     once = [change for change in changes if not any(change in group for group in groups)]
-    told = sorted(
+    largest = sorted(
         sorted(once, key=lambda pair: -abs(pair[1].seconds / pair[0].seconds - 1.0))[:MOST_SENTENCES],
         key=lambda pair: pair[1].part.first,
     )
-    for before, after in told:
+    for before, after in largest:
         best_s = min(finding.seconds for finding in findings if finding.part.first < after.part.first)
         sentences.append(_change(before, after, best_s, matters))
-    if len(once) > len(told):
-        sentences.append(f"{len(once) - len(told)} smaller changes show in the chart below.")
+    if len(once) > len(largest):
+        sentences.append(f"{len(once) - len(largest)} smaller changes show in the chart below.")
     traced = [finding for finding in findings if finding.traced]
     if not traced:
         return sentences
@@ -192,8 +192,9 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
         if lost_s > WORTH_SAYING * best_s and won_s > 0:
             won = f"; {percent(min(1.0, won_s / lost_s))} of the loss was won back"
         return f"{at} {name}: {numbers}{won}."
-    if lost := _lost(after):
-        return f"{at} {listed(lost) if len(lost) <= MOST_LOST else f'{len(lost)} ranks'} {_were(lost)} dead: {numbers}."
+    if failed := _failed(after):
+        who = listed(failed) if len(failed) <= MOST_FAILED else f"{len(failed)} ranks"
+        return f"{at} {who} {_were(failed)} dead: {numbers}."
     found = _states_of_links(after)
     # What was found slow is not why iterations took less.
     said = "" if faster and "slow" in found.values() else _said_of_links(found)

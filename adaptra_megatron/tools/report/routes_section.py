@@ -63,7 +63,7 @@ def routes_of(events: Sequence[StampedEvent]) -> list[Routes]:
     return [
         _routes(found.event, found.stamp.rank, events)
         if isinstance(found.event, RoutesChosen)
-        else _routes_of_loss(found.event, found.stamp.iteration, events)
+        else _routes_of_failure(found.event, found.stamp.iteration, events)
         for found in events
         if isinstance(found.event, (RoutesChosen, RanksLost))
     ]
@@ -103,20 +103,20 @@ def _routes(chosen: RoutesChosen, rank: int, events: Sequence[StampedEvent]) -> 
     )
 
 
-def _routes_of_loss(lost: RanksLost, iteration: int, events: Sequence[StampedEvent]) -> Routes:
+def _routes_of_failure(failed: RanksLost, iteration: int, events: Sequence[StampedEvent]) -> Routes:
     """With all cells of the job in the grid, as far as that has rows for them: those that are dead stand out."""
     starts = [found.event.layout for found in events if isinstance(found.event, RunStarted)]
     stages = range(max((start.get("stages", 0) for start in starts), default=0))
-    dead, flows = set(map(_cell, lost.dead_cells)), _flows(lost.moved)
-    told = {replica for replica, _stage in {*flows, *dead}}
-    replicas = sorted({*told, *replicas_of(events).values()}, key=lambda replica: (replica not in told, replica))
+    dead, flows = set(map(_cell, failed.dead_cells)), _flows(failed.moved)
+    touched = {replica for replica, _stage in {*flows, *dead}}
+    replicas = sorted({*touched, *replicas_of(events).values()}, key=lambda replica: (replica not in touched, replica))
     rows = [
         (replica, [GridCell(None, False, flows.get((replica, s), ()), (replica, s) in dead) for s in stages])
         for replica in sorted(replicas[:MOST_REPLICAS])
     ]
     return Routes(
         number=None,
-        reason=f"lost {', '.join(lost.ranks)}: what dead cells have to do is computed by live cells of their stage",
+        reason=f"lost {', '.join(failed.ranks)}: what dead cells have to do is computed by live cells of their stage",
         since=iteration,
         micro_batches=None,
         predicted_s=(None, None),
@@ -144,8 +144,8 @@ def _grid(chosen: RoutesChosen) -> tuple[Sequence[tuple[int, Sequence[GridCell]]
     speeds = {_cell(name): speed for name, speed in chosen.speeds.items()}
     slow = set(map(_cell, chosen.slow))
     known = {*flows, *speeds, *slow}
-    told = {replica for replica, _stage in {*flows, *slow}}
-    replicas = sorted({replica for replica, _stage in known}, key=lambda replica: (replica not in told, replica))
+    touched = {replica for replica, _stage in {*flows, *slow}}
+    replicas = sorted({replica for replica, _stage in known}, key=lambda replica: (replica not in touched, replica))
     stages = range(1 + max(stage for _replica, stage in known))
     rows = [
         (replica, [GridCell(speeds.get(cell), cell in slow, flows.get(cell, ())) for cell in places])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in a few lines of text, while it runs: how far it is, what is slow, dead or gone, and what to do about it."""
+"""Describe a running job in a few lines: how far it is, what is slow or dead, and what to do about it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StatusFinding:
     text: str
     """All of it but the remedy, in words."""
     stale: bool = False
-    """Whether it was found before ranks died or came back last, and may not be so any more."""
+    """Whether it was found before ranks last failed or rejoined, and may be out of date."""
     pipeline: int | None = None
     """By its first global rank."""
     source: int | None = None
@@ -90,7 +90,7 @@ class StatusFinding:
     now_s: float | None = None
     """The same of the latest."""
     cost_s: float | None = None
-    """What is lost in each iteration."""
+    """Seconds that it costs in each iteration."""
     share: float | None = None
     """Part of an iteration that it costs, 0..1."""
     plan: int | None = None
@@ -103,8 +103,8 @@ class StatusFinding:
 def status_findings(events: Sequence[StampedEvent], seconds: Mapping[int, float], changed: int) -> list[StatusFinding]:
     """Cables, stages and replicas that are not healthy, as the detector saw them last, and failed-over paths.
 
-    `seconds`: of iterations, in ascending order. `changed`: the iteration in which ranks died or came back last, since
-    when what is usual is learnt anew.
+    `seconds`: of iterations, in ascending order. `changed`: the iteration in which ranks last failed or rejoined, since
+    when healthy values are learnt anew.
     """
     latest: dict[object, StampedEvent] = {}
     for found in events:
@@ -145,13 +145,13 @@ def _finding(found: StampedEvent, changed: int) -> StatusFinding:
     wanted = {each.name for each in fields(StatusFinding)}
     known: dict[str, Any] = {each.name: getattr(event, each.name) for each in fields(event) if each.name in wanted}
     since, rank = began_at(found), found.stamp.rank
-    told: dict[str, Any] = {"since_iteration": since, "told_by_rank": rank}
+    where_found: dict[str, Any] = {"since_iteration": since, "told_by_rank": rank}
     if isinstance(event, PathChanged):
         remedy = "look at the RNICs, cables and switches of the links that failed over"
         text = f"link {event.source}→{event.target} of rank {rank} takes the {event.after} path since iteration {since}"
         text += f": {event.cause}"
         more = {"kind": "path", "state": event.after, "reason": event.cause, "remedy": remedy, "text": text}
-        return StatusFinding(**{**known, **told, **more})
+        return StatusFinding(**{**known, **where_found, **more})
     if isinstance(event, StageDetection):
         where = f", {place}" if (place := place_of_stage(event)) else ""
         kind, name = "stage", f"stage {event.stage}"
@@ -165,7 +165,7 @@ def _finding(found: StampedEvent, changed: int) -> StatusFinding:
         remedy += event.remedy or "see what slows it down"
     text = finding_text(name, event.after, since, event.reason)
     more = {"kind": kind, "state": event.after, "remedy": remedy, "text": text}
-    return StatusFinding(**{**known, **told, **more}, stale=found.stamp.iteration < changed)
+    return StatusFinding(**{**known, **where_found, **more}, stale=found.stamp.iteration < changed)
 
 
 def _cable_finding(
@@ -255,8 +255,8 @@ def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[
 def _memory_wanted(events: Iterable[StampedEvent], links: Sequence[LinkDetection], since: int) -> MemoryWanted | None:
     """Return what more memory would buy since one of `links` cannot be hidden."""
     ends = {ends_of(link) for link in links}
-    told = [found.event for found in events if found.stamp.iteration >= since]
-    wanted = [each for each in told if isinstance(each, MemoryWanted) and (each.source, each.target) in ends]
+    later = [found.event for found in events if found.stamp.iteration >= since]
+    wanted = [each for each in later if isinstance(each, MemoryWanted) and (each.source, each.target) in ends]
     return wanted[-1] if wanted else None
 
 
@@ -321,11 +321,11 @@ def status_of(events: Sequence[StampedEvent], now_s: float) -> Status:
     epoch."""
     events = renumbered(events)
     seconds = _seconds_by_iteration(events)
-    losses = _of(events, RanksLost)
+    failures = _of(events, RanksLost)
     findings = status_findings(events, seconds, _changed_at(events))
     slow = [found for found in findings if found.kind != "path"]
     moved = [found for found in findings if found.kind == "path"]
-    dead, dead_do = _deaths(events, losses, seconds)
+    dead, dead_do = _deaths(events, failures, seconds)
     wrote_s = max(found.stamp.wall_s for found in events)
     state, text, state_do = _state(events, now_s - wrote_s, seconds)
     recent_s = _recent(events, seconds)
@@ -341,7 +341,7 @@ def status_of(events: Sequence[StampedEvent], now_s: float) -> Status:
         slow=[*(found.text for found in slow), *stale * any(found.stale for found in slow)],
         paths=[found.text for found in moved],
         dead=dead,
-        routes=_routes(events, losses),
+        routes=_routes(events, failures),
         faults=[f"{fault.what}: {fault.detail}" for _, fault in _of(events, Fault)],
         to_do=[*state_do, *dead_do, *dict.fromkeys(found.remedy for found in (*slow, *moved))],
     )
@@ -420,22 +420,22 @@ def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[f
 
 
 def _deaths(
-    events: Sequence[StampedEvent], losses: Sequence[tuple[Stamp, RanksLost]], seconds: dict[int, float]
+    events: Sequence[StampedEvent], failures: Sequence[tuple[Stamp, RanksLost]], seconds: dict[int, float]
 ) -> tuple[list[str], list[str]]:
-    """Each loss with its effect, and what to do."""
+    """Return each failure of ranks with its effect, and what to do."""
     texts = []
-    for number, (stamp, event) in enumerate(losses):
+    for number, (stamp, event) in enumerate(failures):
         names = listed([f"{rank} ({why})" for rank, why in event.ranks.items()])
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp.wall_s - event.seconds))
-        until = losses[number + 1][0].iteration if number + 1 < len(losses) else max(seconds, default=0) + 1
-        since = losses[number - 1][0].iteration if number else 0
+        until = failures[number + 1][0].iteration if number + 1 < len(failures) else max(seconds, default=0) + 1
+        since = failures[number - 1][0].iteration if number else 0
         before_s = [each for at_, each in seconds.items() if since < at_ < stamp.iteration][-RECENT:]
         after_s = [each for at_, each in seconds.items() if stamp.iteration < at_ < until][-RECENT:]
         text = f"{names} since iteration {stamp.iteration}, {at}: {duration(event.seconds)} until redone"
         if before_s and after_s:
             text += f", then {duration(median(after_s))} an iteration instead of {duration(median(before_s))}"
         texts.append(text)
-    if not losses:
+    if not failures:
         return [], []
     for stamp, returned in _of(events, RanksReturned):
         texts.append(f"{listed(list(returned.ranks))} came back in iteration {stamp.iteration}")
@@ -458,13 +458,13 @@ def _latest_members(events: Sequence[StampedEvent]) -> RanksLost | RanksReturned
 
 
 def _changed_at(events: Sequence[StampedEvent]) -> int:
-    """Iteration in which ranks died or came back last; -1: none did."""
+    """Return the iteration in which ranks last failed or rejoined; -1: none did."""
     return max((stamp.iteration for stamp, _ in (*_of(events, RanksLost), *_of(events, RanksReturned))), default=-1)
 
 
-def _routes(events: Sequence[StampedEvent], losses: Sequence[tuple[Stamp, RanksLost]]) -> list[str]:
+def _routes(events: Sequence[StampedEvent], failures: Sequence[tuple[Stamp, RanksLost]]) -> list[str]:
     """Micro-batches that pass a stage at another replica, now."""
-    if not losses:
+    if not failures:
         return [chosen.reason for _, chosen in _of(events, RoutesChosen)[-1:] if chosen.moved]
     targets: dict[tuple[int, int], list[str]] = {}
     later = [chosen.moved for stamp, chosen in _of(events, RoutesChosen) if stamp.iteration > _changed_at(events)]

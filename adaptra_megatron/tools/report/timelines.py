@@ -182,8 +182,8 @@ class Timeline:
         idle_s = [0.0] * self._analysis.stages
         for period in self._idle:
             idle_s[period.stage] += period.seconds
-        told = [f"stage {stage} idle {percent(each / seconds)}" for stage, each in enumerate(idle_s[:MOST_IN_WORDS])]
-        return ", ".join([f"{duration(seconds)} long", *told])
+        idle = [f"stage {stage} idle {percent(each / seconds)}" for stage, each in enumerate(idle_s[:MOST_IN_WORDS])]
+        return ", ".join([f"{duration(seconds)} long", *idle])
 
     @property
     def _scale(self) -> float:

@@ -96,7 +96,7 @@ _MOST_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedOutcome:
-    """A routed plan, beside what the job takes without it."""
+    """A routed plan, with what the job takes without it."""
 
     name: str
     """The schedule that every replica would run for itself."""
@@ -207,7 +207,7 @@ def asks_for_routing(options: argparse.Namespace) -> bool:
 def routed_outcome(
     job: JobCosts, options: argparse.Namespace, *, schedule: str | None = None, deadline_s: float | None = None
 ) -> RoutedOutcome:
-    """Return what routing makes of `job` with the cells of `options`, beside a fixed schedule (None: stock's, which
+    """Return what routing makes of `job` with the cells of `options`, next to a fixed schedule (None: stock's, which
     blocks).
 
     Raises InputError for cells that the job does not have, ScheduleError as `simulate_job`.

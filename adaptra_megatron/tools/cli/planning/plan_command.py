@@ -82,7 +82,7 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Loss:
+class LostTime:
     """From which value of a range on an iteration takes a share longer than a healthy one does in the same order."""
 
     def __init__(self, given: PlanInput, asked: WhatIf, lose: float, deadline_s: float | None) -> None:
@@ -269,7 +269,7 @@ def _run(options: argparse.Namespace) -> None:
     with no_cycle_collection():
         with shown_progress(options.progress) as progress:
             if options.lose is not None:
-                loss = Loss(given, asked, options.lose, deadline_s)
+                loss = LostTime(given, asked, options.lose, deadline_s)
             elif axes:
                 table = sweep(given.job, asked, axes, deadline_s=deadline_s, progress=progress)
             elif asks_for_routing(options):
