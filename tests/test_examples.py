@@ -185,5 +185,5 @@ def test_every_variable_that_the_package_reads_or_sets_is_in_the_table() -> None
 
 
 def test_each_example_is_explained() -> None:
-    pages = "".join((REPOSITORY / "docs" / page).read_text() for page in ("cluster.md", "api.md", "questions.md"))
+    pages = "".join((REPOSITORY / "docs" / page).read_text() for page in ("cluster.md", "api.md", "questions.md", "hooks.md"))
     assert {f"examples/{each.name}" for each in EXAMPLES.iterdir()} <= set(re.findall(r"examples/[\w.]+\w", pages))
