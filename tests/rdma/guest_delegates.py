@@ -8,6 +8,7 @@ arrived is sent again in the next session, and the receiver's inbox drops what c
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import signal
@@ -156,6 +157,31 @@ def test_two_stages_exchange_messages(start_stages: Callable[..., tuple[Stage, S
         counters = stage.supervisor.counters(10.0)
         assert counters is not None
         assert counters.received_nbytes == sum(content.nbytes for content in other.contents)
+
+
+def overwrite(contents: list[numpy.ndarray]) -> None:
+    """Write to all that a forked worker shares with its parent until one of them writes to it."""
+    for content in contents:
+        content[:] = 0
+
+
+def test_forked_workers_come_and_go_while_messages_are_under_way(
+    start_stages: Callable[..., tuple[Stage, Stage]],
+) -> None:
+    """As those of data loaders: verbs are in the delegate alone, so no fork touches memory that an RNIC reads."""
+    left, right = start_stages()
+    forking, codes = multiprocessing.get_context("fork"), []
+    while not codes or len(right.received) < MESSAGES:
+        workers = [forking.Process(target=overwrite, args=(stage.contents,)) for stage in (left, right)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(LIMIT_S)
+            codes.append(worker.exitcode)
+    wait_for_all(left, right)
+    assert set(codes) == {0}
+    assert (left.sessions, right.sessions) == (1, 1), left.causes + right.causes
+    assert transports(left, right) == ["verbs", "verbs"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
