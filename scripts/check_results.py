@@ -62,7 +62,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "analyze.md": (
         "benchmarks/analyze.py",
         f"{_PACKAGE}/tools/replay",
-        *(f"{_PACKAGE}/tools/analysis/analysis.py", f"{_PACKAGE}/tools/analysis/analysis_wording.py"),
+        *(f"{_PACKAGE}/tools/replay/analysis.py", f"{_PACKAGE}/tools/replay/analysis_wording.py"),
     ),
     "closed_loop.md": (
         "benchmarks/closed_loop.py",
@@ -150,7 +150,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
     ),
     "sync_predictors.md": ("benchmarks/sync_predictors.py", f"{_PACKAGE}/gradsync/sync_modes/mode_decider.py"),
     "traces.md": ("benchmarks/traces.py", f"{_PACKAGE}/schedule/routing/balance.py", *_ROUTED_PLANS),
-    "transport.md": (f"{_PACKAGE}/tools/cli/bench_transport.py", *_HOST_PATH),
+    "transport.md": (f"{_PACKAGE}/tools/local_ranks/transport_bench.py", *_HOST_PATH),
     "verbs.md": ("benchmarks/verbs.py", f"{_PACKAGE}/transport/wires/verbs"),
 }
 """By page: the files and folders whose work it measures."""
