@@ -24,7 +24,7 @@ install(with_fused_weight_gradient=True)
 
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
-from adaptra_megatron.control import control_loop  # noqa: E402
+from adaptra_megatron.control import exchange  # noqa: E402
 from adaptra_megatron.control.decisions import Decision  # noqa: E402
 from adaptra_megatron.control.sidecar import planner_client as keeper  # noqa: E402
 from adaptra_megatron.engine import pipeline  # noqa: E402
@@ -58,7 +58,7 @@ def nothing_measured() -> Iterator[None]:
             Replacement(pipeline, "make_timer", lambda clock: NoTimer(), reason),
             Replacement(executor.PipelineExecutor, "_records", lambda *values: [], reason),
             Replacement(measuring.Measuring, "hand_in", lambda *values: None, reason),
-            Replacement(control_loop.PlanExchange, "decision", lambda exchange, iteration: Decision(0).kept(), reason),
+            Replacement(exchange.PlanExchange, "decision", lambda plans, iteration: Decision(0).kept(), reason),
             Replacement(dispatch.Dispatcher, "ran", lambda *values: None, reason),
             Replacement(measuring, "arrival_records", lambda stage, received: [], reason),
             Replacement(gloo_transport, "MessageTimes", lambda *values: None, reason),
@@ -101,7 +101,7 @@ def everything_measured(deciding: Spent, training: Spent) -> Iterator[None]:
             deciding.timed(keeper.PlannerClient, "decide"),
             training.timed(executor.PipelineExecutor, "_records"),
             training.timed(measuring.Measuring, "hand_in"),
-            training.timed(control_loop.PlanExchange, "decision"),
+            training.timed(exchange.PlanExchange, "decision"),
         ]
     ):
         yield

@@ -185,5 +185,6 @@ def test_every_variable_that_the_package_reads_or_sets_is_in_the_table() -> None
 
 
 def test_each_example_is_explained() -> None:
-    pages = "".join((REPOSITORY / "docs" / page).read_text() for page in ("cluster.md", "api.md", "questions.md", "hooks.md"))
+    names = ("cluster.md", "api.md", "questions.md", "hooks.md")
+    pages = "".join((REPOSITORY / "docs" / name).read_text() for name in names)
     assert {f"examples/{each.name}" for each in EXAMPLES.iterdir()} <= set(re.findall(r"examples/[\w.]+\w", pages))

@@ -17,7 +17,7 @@ install(with_fused_weight_gradient=True)
 
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
-from adaptra_megatron.control import control_loop  # noqa: E402
+from adaptra_megatron.control import exchange  # noqa: E402
 from adaptra_megatron.engine import (  # noqa: E402
     pipeline,
     runtime,
@@ -50,7 +50,7 @@ class LateTimer(ClockTimer):
 
 def main(output: Path, arguments: list[str]) -> None:
     happened: list[str] = []
-    run, finalize, post = executor.PipelineExecutor.run, runtime.finish_gradients, control_loop.PlanExchange.post
+    run, finalize, post = executor.PipelineExecutor.run, runtime.finish_gradients, exchange.PlanExchange.post
 
     def noted_run(*args: Any, **keywords: Any) -> Any:
         happened.append("run")
@@ -60,7 +60,7 @@ def main(output: Path, arguments: list[str]) -> None:
         happened.append("finalize")
         finalize(*args, **keywords)
 
-    def noted_post(self: control_loop.PlanExchange, iteration: int, measurement: Any) -> None:
+    def noted_post(self: exchange.PlanExchange, iteration: int, measurement: Any) -> None:
         assert measurement.iteration == iteration
         happened.append(f"post {iteration}")
         post(self, iteration, measurement)
@@ -69,7 +69,7 @@ def main(output: Path, arguments: list[str]) -> None:
         Replacement(pipeline, "make_timer", lambda clock: LateTimer(happened), "a late device"),
         Replacement(executor.PipelineExecutor, "run", noted_run, "what happens when"),
         Replacement(runtime, "finish_gradients", noted_finalize, "what happens when"),
-        Replacement(control_loop.PlanExchange, "post", noted_post, "what happens when"),
+        Replacement(exchange.PlanExchange, "post", noted_post, "what happens when"),
     ]
     with Replaced(stand_ins):
         result = train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))

@@ -118,7 +118,7 @@ def test_grants(ends: Ends) -> None:
     for number in range(5 * SLOTS):  # more than there are requests: each ends
         ends.receiver.grant(number + (1 << 32))
         assert completions(ends.receiver, Did.GRANT, 1) == [Completion(Did.GRANT, 0, None)]
-        assert completions(ends.sender, Did.ON_GRANT, 1) == [Completion(Did.HEAR_GRANT, number, None)]
+        assert completions(ends.sender, Did.ON_GRANT, 1) == [Completion(Did.ON_GRANT, number, None)]
 
 
 def test_a_wrong_key_and_repair(ends: Ends) -> None:

@@ -58,7 +58,7 @@ class OpenLink(TaggedMessage, tag="open", frozen=True, kw_only=True):
     """"shm", "tcp" or "verbs". After three sessions over verbs that did not begin, tcp is used for good."""
     connects: bool
     """True if this side connects (to `address`); False if it waits for the peer to connect."""
-    address: list[str | int]
+    address: list[str | Natural]
     """shm: name of the abstract unix socket. tcp, verbs: host and port."""
     source: str
     """tcp, verbs: address to connect from; "" for any."""

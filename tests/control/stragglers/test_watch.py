@@ -95,7 +95,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 def judges() -> list[psutil.Process]:
     """All judges' processes that this one has started."""
-    return [each for each in psutil.Process().children() if "judge_process" in " ".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "straggler_process" in " ".join(each.cmdline())]
 
 
 def until(happened: Callable[[], object]) -> None:
