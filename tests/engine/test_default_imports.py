@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,5 +34,7 @@ def test_no_feature_is_imported_unasked_and_a_users_hook_runs(start_ranks: Calla
         assert said == ["0", "1"], "the hook of examples/ has seen each iteration once"
         lines = json.loads((tmp_path / f"{rank}.json").read_text())
         assert {"adaptra_megatron.engine.pipeline", "adaptra_megatron.transport.dual_path.dual_link"} < lines.keys()
-        assert not {f"adaptra_megatron.{each}" for each in BY_FLAG} & lines.keys()
+        by_flag = {f"adaptra_megatron.{each}" for each in BY_FLAG}
+        assert all(map(find_spec, by_flag)), "each of them is a module"
+        assert not by_flag & lines.keys()
         assert sum(lines.values()) <= MOST_LINES, sorted(lines.items(), key=lambda each: -each[1])

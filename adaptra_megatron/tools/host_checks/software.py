@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from adaptra_megatron import __version__
-from adaptra_megatron.common import environment as torch_release
+from adaptra_megatron.common import environment
 from adaptra_megatron.patches import PATCHES, Patch, PatchError
 from adaptra_megatron.patches import check_versions as check_patch_versions
 from adaptra_megatron.patches.application import check_parameters
@@ -106,7 +106,7 @@ def _requirement(name: str, specifier: str, import_module: Import) -> HostFindin
     details = {"version": version, "required": specifier}
     if not fits:
         text = f"{version} is installed, {specifier} is needed"
-        remedy = torch_release.remedy(version) if name == "torch" else remedy
+        remedy = environment.remedy(version) if name == "torch" else remedy
         return HostFinding(subject=name, level=HostLevel.PROBLEM, text=text, remedy=remedy, fatal=True, details=details)
     return HostFinding(subject=name, level=HostLevel.OK, text=version, details=details)
 
