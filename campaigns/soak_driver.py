@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from campaigns.soak_processes import Process, delegate_of, pending, sockets, wait_until
-from testing.faults.network.corrupted_rings import WAYS, WORDS, corrupt_one_of, in_use, rings_of
+from testing.faults.network.corrupted_rings import WAYS, WORDS, corrupt_one_of, in_use
 from testing.faults.network.unauthenticated_peers import flood
 from testing.soak.soak_plan import Fault, Kind
 from testing.soak.soak_progress import Progress
@@ -184,7 +184,7 @@ class SoakDriver:
                 raise ProcessLookupError(f"no ring for {_REPLACED_S:g} s")
             time.sleep(_POLL_S)
         at_s = time.monotonic()
-        if not wait_until(lambda: not in_use(rings_of(rank).get(ring)) or self._over(), _REPLACED_S):
+        if not wait_until(lambda: not in_use(rank, ring) or self._over(), _REPLACED_S):
             self._complain(fault, f"it still uses the ring whose word {word!r} is corrupted")
         return at_s
 

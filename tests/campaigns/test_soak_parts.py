@@ -24,7 +24,8 @@ from adaptra_megatron.transport._ring import Ring
 from campaigns.soak_driver import Done
 from campaigns.soak_processes import Process, delegate_of, leftovers, pending, sockets, state
 from campaigns.soak_report import TrainingRecord, longest_pause_s, percentile
-from testing.faults.network.corrupted_rings import corrupt_one_of, rings_of
+from testing.faults.network import corrupted_rings
+from testing.faults.network.corrupted_rings import corrupt_one_of, in_use, rings_of
 from testing.faults.network.unauthenticated_peers import flood
 from testing.soak.soak_plan import (
     HASTY_PATHS,
@@ -229,6 +230,35 @@ def test_a_ring_in_use_is_corrupted_from_outside() -> None:
         assert corrupt_one_of(holder.pid, 0, "magic", 0) is None
         holder.communicate(b"\n")
     assert rings_of(holder.pid) == {}
+
+
+@pytest.mark.parametrize("successor", ["socket", "pipe", "file", "nothing"])
+def test_what_has_the_number_of_a_closed_ring_is_left_alone(
+    successor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process closes a ring between the look at its descriptors and the opening: the number may be used again."""
+    ring = Ring.create(4, 4096)
+    number = os.dup(ring.fd)
+    inode, path = os.fstat(number).st_ino, Path(f"/proc/self/fd/{number}")
+    monkeypatch.setattr(corrupted_rings, "rings_of", lambda pid: {inode: path})
+    assert in_use(os.getpid(), inode)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(8192))
+    sockets, pipes, file = socket.socketpair(), os.pipe(), os.open(other, os.O_RDWR)
+    opened = [sockets[0].fileno(), *pipes, file]
+    try:
+        os.close(number)
+        if successor != "nothing":
+            os.dup2({"socket": opened[0], "pipe": pipes[0], "file": file}[successor], number)
+            opened.append(number)
+        assert not in_use(os.getpid(), inode)
+        assert corrupt_one_of(os.getpid(), 0, "magic", 0) is None
+        assert not any(other.read_bytes())
+    finally:
+        for descriptor in opened[1:]:
+            os.close(descriptor)
+        for end in sockets:
+            end.close()
 
 
 def test_unauthenticated_peers_are_answered_by_a_challenge_alone() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 PAGE = 4096
@@ -42,21 +43,20 @@ def corrupt_one_of(pid: int, number: int, word: str, way: int) -> int | None:
     rings = sorted(rings_of(pid).items())
     first = number % max(len(rings), 1)
     for ring, path in rings[first:] + rings[:first]:
-        if in_use(path):
-            with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
-                corrupt(file.fileno(), word, way)
+        with _opened(ring, path, os.O_RDWR) as descriptor:
+            if descriptor is not None and not _closed(descriptor):
+                corrupt(descriptor, word, way)
                 return ring
     return None
 
 
-def in_use(path: Path | None) -> bool:
-    """Return whether the ring at a path of `rings_of` is there and has not been closed."""
-    offset, form = WORDS["closed"]
-    with contextlib.suppress(FileNotFoundError):
-        if path is not None:
-            with path.open("rb", buffering=0) as file:
-                return not any(os.pread(file.fileno(), struct.calcsize(form), offset))
-    return False
+def in_use(pid: int, ring: int) -> bool:
+    """Return whether a process holds a ring of `rings_of`, and the ring has not been closed."""
+    path = rings_of(pid).get(ring)
+    if path is None:
+        return False
+    with _opened(ring, path, os.O_RDONLY) as descriptor:
+        return descriptor is not None and not _closed(descriptor)
 
 
 def rings_of(pid: int) -> dict[int, Path]:
@@ -68,3 +68,22 @@ def rings_of(pid: int) -> dict[int, Path]:
                 if "memfd:adaptra-ring" in os.readlink(entry):
                     rings[entry.stat().st_ino] = entry
     return rings
+
+
+@contextlib.contextmanager
+def _opened(ring: int, path: Path, flags: int) -> Iterator[int | None]:
+    """Open a ring by its path; None if the process has closed it, although something else may have its number since."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
+    except OSError:  # nothing has the number now, or a socket, which cannot be opened
+        yield None
+        return
+    try:
+        yield descriptor if os.fstat(descriptor).st_ino == ring else None
+    finally:
+        os.close(descriptor)
+
+
+def _closed(descriptor: int) -> bool:
+    offset, form = WORDS["closed"]
+    return any(os.pread(descriptor, struct.calcsize(form), offset))
