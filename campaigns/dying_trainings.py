@@ -109,6 +109,7 @@ class Layout:
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 DROPOUT = "--calculate-per-token-loss --mock-data-padded --hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+EXPERTS = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 LARGE = "--hidden-size 1536 --ffn-hidden-size 512"
 LAYOUTS = (
     *(
@@ -121,6 +122,7 @@ LAYOUTS = (
             Layout(4, 2, flags=OVERLAPPED),
             Layout(4, 2, flags=f"{OVERLAPPED} {INSTANCES} 2"),
             Layout(3, 2, flags=DROPOUT, exact=False),
+            Layout(3, 2, flags=EXPERTS),
         )
     ),
     Layout(3, 2, flags=f"{SHARDED} {CHUNKS}", iterations=6),

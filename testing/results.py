@@ -137,11 +137,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def model_tensors(model: list[Any]) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters of model chunks wrapped by DistributedDataParallel."""
+    """Return copies of all parameters and buffers (routers' biases) of model chunks wrapped by
+    DistributedDataParallel."""
     return {
-        f"{chunk_index}.{name}": parameter.detach().clone()
+        f"{chunk_index}.{name}": tensor.detach().clone()
         for chunk_index, chunk in enumerate(model)
-        for name, parameter in chunk.module.named_parameters()
+        for name, tensor in (*chunk.module.named_parameters(), *chunk.module.named_buffers())
     }
 
 

@@ -30,7 +30,8 @@ from adaptra_megatron.engine.training_job import Job, JobEntry
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.megatron_iteration import forget_gradients
-from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_for_recovery
+from adaptra_megatron.megatron.state.attempt_state import AttemptState
 from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.telemetry.events.events import RanksLost, RanksReturned
 from adaptra_megatron.telemetry.figures.scalars import FailureMetrics, RankFigures
@@ -124,6 +125,8 @@ class Recovery(IterationHooks):
 
     manager: RecoveryManager
     """From `made` on."""
+    _kept: AttemptState
+    """From the first attempt at a training iteration on."""
 
     def __init__(self, pipeline: Pipeline, feature: FaultTolerance) -> None:
         super().__init__(pipeline)
@@ -165,8 +168,8 @@ class Recovery(IterationHooks):
         """`number`: of tries that did not commit, in which other ranks may have failed."""
         self._enter(call, generation)
         self._groups.gather_missed()
-        if number and not call.forward_only:
-            forget_gradients(call)
+        if not call.forward_only:
+            self._begin_attempt(call, again=number > 0)
         self._digest = self._conserved = None
         if generation.id != self._digested:
             scheduler = None if self._feature.training is None else self._feature.training.scheduler
@@ -174,6 +177,15 @@ class Recovery(IterationHooks):
             self._digest = digest_of(call.model_chunks, self.pipeline.iterations, steps)
         # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
         return attempt(call, self.manager.turn)
+
+    def _begin_attempt(self, call: PipelineCall, *, again: bool) -> None:
+        """Have each attempt at a training iteration begin with what the first one began with."""
+        if not again:
+            self._kept = AttemptState(call.model_chunks)
+            self._kept.keep()
+            return
+        forget_gradients(call)
+        self._kept.restore()
 
     def _enter(self, call: PipelineCall, generation: Generation) -> None:
         """Go on with the ranks that live in `generation`, from `call` on; does nothing where that was entered before.
@@ -351,38 +363,12 @@ def _hold_copies(job: Job, optimizers: Sequence[Any]) -> None:
 def _refuse(call: PipelineCall, layout: Layout, optimizers: Sequence[Any]) -> None:
     """Raise UnsupportedFeatureError for what cannot be redone, or is lost with a rank, before anything is computed.
     `optimizers`: the distributed ones that can hold copies of shards."""
-    config = call.config
     ddp: Any = call.model_chunks[0].ddp_config
-    sharded = bool(ddp.use_distributed_optimizer)
-
-    def of_optimizer(name: str) -> bool:
-        return any(bool(getattr(optimizer.config, name, False)) for optimizer in optimizers)
-
-    no_copy = "the copies of shards of the optimizer's state would lack it"
+    refuse_for_recovery("failures", call.config, ddp, *(optimizer.config for optimizer in optimizers))
     reasons = {
         "a distributed optimizer that was made before --adaptra was enabled": (
-            sharded and not optimizers,
-            "a rank that dies would take its shard of the optimizer's state with it",
-        ),
-        "--use-precision-aware-optimizer": (of_optimizer("use_precision_aware_optimizer"), no_copy),
-        "--optimizer-cpu-offload": (of_optimizer("optimizer_cpu_offload"), no_copy),
-        "--optimizer-cuda-graph": (
-            of_optimizer("optimizer_cuda_graph"),
-            "a captured step sums up norms over process groups that a rank which dies takes with it",
-        ),
-        "--ddp-reduce-scatter-with-fp32-accumulation": (
-            bool(getattr(ddp, "reduce_scatter_with_fp32_accumulation", False)),
-            no_copy,
-        ),
-        "--ddp-average-in-collective": (bool(ddp.average_in_collective), "an average would be of those that live"),
-        "--use-megatron-fsdp": (
-            any(bool(getattr(ddp, name, False)) for name in ("use_megatron_fsdp", "use_custom_fsdp")),
-            "a rank that dies takes its shard of the parameters with it",
-        ),
-        "--fp8-format": (bool(getattr(config, "fp8", None)), "the history of scales of an attempt would stay"),
-        "--moe-router-enable-expert-bias": (
-            bool(getattr(config, "moe_router_enable_expert_bias", False)),
-            "the bias would be updated by an attempt that is redone",
+            bool(ddp.use_distributed_optimizer) and not optimizers,
+            "a rank that fails would take its shard of the optimizer's state with it",
         ),
         "CUDA_DEVICE_MAX_CONNECTIONS=1": (layout.shared_queue, "routes between replicas need several hardware queues"),
     }

@@ -7,6 +7,7 @@ Not by `__version__`: tags carry that of another release (core_v0.17.0 says 0.17
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import megatron.core
 import torch
 from megatron.core import enums, parallel_state, process_groups_config
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.moe import moe_utils
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ DIFFERENCES = (
     Difference("ModelType has no encoder_and_decoder", "0.17", "the attribute"),
     Difference(
         "finalize_model_grads reads `tp_dp_cp` of the groups", "0.18", "the field of ProcessGroupCollection (from 0.16)"
+    ),
+    Difference(
+        "auxiliary losses of experts are summed in `get_moe_metrics_tracker`; before: in "
+        "`get_moe_layer_wise_logging_tracker`",
+        "0.18",
+        "the module transformer.moe.moe_logging",
     ),
     Difference("schedules make the default groups in _build_default_pg_collection", "0.19", "the function"),
     Difference("the linear layers' autograd function takes ten inputs", "0.19", "the parameters of its forward"),
@@ -135,3 +144,21 @@ def has_sharded_weight(ctx: Any) -> bool:
 def gradient_to_use(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
     """The gradient of a linear layer's output as its backward uses it; `ctx`: its autograd context."""
     return grad_output.to(getattr(ctx, "input_dtype", grad_output.dtype))
+
+
+def logged_sums() -> dict[tuple[str, ...], torch.Tensor]:
+    """Return the sums that forwards add to for the log, by name: auxiliary losses of experts, losses of multi-token
+    prediction. Tensors of [layers], Megatron's own; those that no forward has made yet are not there."""
+    sums: dict[tuple[str, ...], torch.Tensor] = {("experts", name): value for name, value in _expert_sums().items()}
+    for name, value in multi_token_prediction.MTPLossLoggingHelper.tracker.items():
+        if isinstance(value, torch.Tensor):
+            sums["multi-token prediction", name] = value
+    return sums
+
+
+def _expert_sums() -> dict[str, torch.Tensor]:
+    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is None:
+        return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}

@@ -37,6 +37,11 @@ def _setting(name: str) -> Callable[[Any], bool]:
     return lambda config: bool(getattr(config, name, False))
 
 
+def _either(*names: str) -> Callable[[Any], bool]:
+    """A setting that Megatron's arguments and configs have different names for."""
+    return lambda config: any(bool(getattr(config, name, False)) for name in names)
+
+
 REFUSALS = (
     Refusal(
         "CUDA graphs (--cuda-graph-impl)",
@@ -257,6 +262,83 @@ def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
             )
 
 
+_LACKING = "the copies of shards of the optimizer's state would lack it"
+
+
+def _is_layer_wise(settings: Any) -> bool:
+    optimizer = str(getattr(settings, "optimizer", "adam"))
+    distributed = optimizer not in ("adam", "sgd") and getattr(settings, "use_distributed_optimizer", False)
+    asked = getattr(settings, "use_layer_wise_distributed_optimizer", False)
+    return optimizer.startswith("dist_") or bool(distributed or asked)
+
+
+_LAYER_WISE = Refusal(
+    "a layer-wise distributed optimizer (--optimizer dist_muon, or one other than adam and sgd with "
+    "--use-distributed-optimizer)",
+    _is_layer_wise,
+    "each replica alone has the state of some layers, and a rank that fails takes it with it; --optimizer muon without "
+    "--use-distributed-optimizer has all state in each replica",
+)
+RECOVERY = (
+    _LAYER_WISE,
+    Refusal("--use-precision-aware-optimizer", _setting("use_precision_aware_optimizer"), _LACKING),
+    Refusal("--optimizer-cpu-offload", _setting("optimizer_cpu_offload"), _LACKING),
+    Refusal(
+        _GRAPH,
+        _setting("optimizer_cuda_graph"),
+        "a captured step sums up norms over process groups that a rank which fails takes with it",
+    ),
+    Refusal(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        _either("ddp_reduce_scatter_with_fp32_accumulation", "reduce_scatter_with_fp32_accumulation"),
+        _LACKING,
+    ),
+    Refusal(
+        "--ddp-average-in-collective",
+        _either("ddp_average_in_collective", "average_in_collective"),
+        "an average would be over the replicas that live",
+    ),
+    Refusal(
+        "--use-megatron-fsdp",
+        _either("use_megatron_fsdp", "use_custom_fsdp"),
+        "a rank that fails takes its shard of the parameters with it",
+    ),
+    Refusal(
+        "--async-save",
+        _setting("async_save"),
+        "a checkpoint that a rank fails in is written again, but not one of several iterations before, whose part the "
+        "rank that failed was still writing; without --async-save training waits for its checkpoints",
+    ),
+    Refusal(
+        "--fp8-recipe delayed",
+        lambda settings: (
+            bool(getattr(settings, "fp8", None)) and getattr(settings, "fp8_recipe", "delayed") == "delayed"
+        ),
+        "the history of scales of an attempt that is redone would stay; other recipes keep none",
+    ),
+    Refusal(
+        "--fp8-param-gather",
+        _either("fp8_param_gather", "fp8_param"),
+        "the scale of a parameter follows from its largest value, which may be in the shard of a rank that has failed",
+    ),
+)
+"""What does not go together with --adaptra-reroute failures."""
+
+
+def refuse_for_recovery(reroute: str, *settings: Any) -> None:
+    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments, or its configs)
+    that an attempt cannot be redone with, or whose state fails with a rank. `reroute`: the mode."""
+    for refusal in RECOVERY:
+        if any(refusal.is_on(each) for each in settings):
+            raise _not_recovered(reroute, refusal)
+
+
+def _not_recovered(reroute: str, refusal: Refusal) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        f"--adaptra-reroute {reroute} does not run with {refusal.feature}", f"{refusal.reason}. {remedy_of(refusal)}"
+    )
+
+
 def refuse_to_split(mode: str, replicas: int) -> NoReturn:
     """Raise UnsupportedFeatureError for --adaptra-sync-mode in a job of one replica."""
     raise UnsupportedFeatureError(
@@ -307,21 +389,8 @@ def refuse_arguments(arguments: Any) -> None:
     if sync_mode != "ssgd":
         refuse_for_sync_mode(sync_mode, arguments)
     reroute = getattr(arguments, "adaptra_reroute", "off")
-    if reroute in ("failures", "all") and getattr(arguments, "async_save", False):
-        raise UnsupportedFeatureError(
-            f"--adaptra-reroute {reroute} does not run with --async-save",
-            "a checkpoint that a rank dies in is written again, but not one of several iterations before, whose part "
-            "the rank that died was still writing. Drop one of the two: without --async-save training waits for its "
-            "checkpoints",
-        )
-    if reroute in ("failures", "all") and getattr(arguments, "optimizer_cuda_graph", False):
-        raise UnsupportedFeatureError(
-            f"--adaptra-reroute {reroute} does not run with {_GRAPH}",
-            "a captured step sums up norms over process groups that a rank which dies takes with it. Drop one of the "
-            "two",
-        )
-    if reroute in ("failures", "all") and _is_layer_wise(arguments):
-        refuse_layer_wise()
+    if reroute in ("failures", "all"):
+        refuse_for_recovery(reroute, arguments)
     for refusal in refused_of(arguments):
         raise _refused(refusal)
 
@@ -340,19 +409,7 @@ def refused_of(arguments: Any) -> list[Refusal]:
 
 def refuse_layer_wise() -> NoReturn:
     """Raise UnsupportedFeatureError for --adaptra-reroute failures with an optimizer that is sharded by layers."""
-    raise UnsupportedFeatureError(
-        "--adaptra-reroute failures does not run with a layer-wise distributed optimizer (--optimizer dist_muon, or "
-        "one other than adam and sgd with --use-distributed-optimizer)",
-        "each replica alone has the state of some layers, and a rank that dies takes it with it. Drop one of the two; "
-        "--optimizer muon without --use-distributed-optimizer has all state in each replica",
-    )
-
-
-def _is_layer_wise(arguments: Any) -> bool:
-    optimizer = str(getattr(arguments, "optimizer", "adam"))
-    distributed = optimizer not in ("adam", "sgd") and getattr(arguments, "use_distributed_optimizer", False)
-    asked = getattr(arguments, "use_layer_wise_distributed_optimizer", False)
-    return optimizer.startswith("dist_") or bool(distributed or asked)
+    raise _not_recovered("failures", _LAYER_WISE)
 
 
 def refuse_sharded_gradients(mode: str) -> NoReturn:

@@ -52,6 +52,8 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         optional.update(
             num_moe_experts=args.num_experts,
             moe_router_topk=args.moe_router_topk,
+            moe_router_score_function=args.moe_router_score_function,
+            moe_router_enable_expert_bias=args.moe_router_enable_expert_bias,
             moe_aux_loss_coeff=1e-2,
             moe_z_loss_coeff=1e-3,
         )

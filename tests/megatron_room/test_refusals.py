@@ -23,12 +23,14 @@ from adaptra_megatron.megatron import megatron_call
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
 from adaptra_megatron.megatron.refusals import (
+    RECOVERY,
     REFUSALS,
     SEEN_IN_ARGUMENTS,
     STAGGERING,
     SYNC_MODES,
     UnsupportedFeatureError,
     refuse_arguments,
+    refuse_for_recovery,
     refuse_for_staggering,
     refuse_for_sync_mode,
     refuse_to_split,
@@ -303,27 +305,6 @@ def test_every_refusal_of_staggering_is_tried() -> None:
 
 
 @pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
-def test_a_captured_step_is_refused_where_ranks_are_outlived(reroute: str) -> None:
-    """Elsewhere it runs: the graph holds nothing of a schedule, and threads of ours break no capture."""
-    parsed = SimpleNamespace(adaptra_reroute=reroute, optimizer_cuda_graph=True, pipeline_model_parallel_size=2)
-    if reroute in ("off", "stragglers"):
-        refuse_arguments(parsed)
-        return
-    with pytest.raises(UnsupportedFeatureError, match=rf"{reroute} does not run with --optimizer-cuda-graph: .*Drop"):
-        refuse_arguments(parsed)
-
-
-@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
-def test_checkpoints_in_the_background_are_refused_where_ranks_are_outlived(reroute: str) -> None:
-    parsed = SimpleNamespace(adaptra_reroute=reroute, async_save=True, pipeline_model_parallel_size=2)
-    if reroute in ("off", "stragglers"):
-        refuse_arguments(parsed)
-        return
-    with pytest.raises(UnsupportedFeatureError, match=rf"reroute {reroute} does not run with --async-save: .*Drop one"):
-        refuse_arguments(parsed)
-
-
-@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -363,6 +344,42 @@ def test_a_layer_wise_optimizer_is_refused_as_it_is_made(monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedFeatureError, match="layer-wise"):
         make()
     assert ChainedOptimizer([]).chained_optimizers == []
+
+
+LOST: dict[str, tuple[dict[str, Any], str]] = {
+    "layer-wise": ({"optimizer": "dist_muon"}, "--optimizer dist_muon"),
+    "precision-aware": ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+    "cpu": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
+    "graph": ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
+    "accumulation": ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
+    "config's accumulation": ({"reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
+    "average": ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
+    "config's average": ({"average_in_collective": True}, "--ddp-average-in-collective"),
+    "fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+    "async": ({"async_save": True}, "--async-save"),
+    "delayed": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
+    "parameters": ({"fp8_param_gather": True}, "--fp8-param-gather"),
+    "config's parameters": ({"fp8_param": True}, "--fp8-param-gather"),
+}
+"""Settings with which an attempt cannot be redone, or something fails with a rank."""
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_cannot_be_recovered_is_refused_where_failures_are(name: str) -> None:
+    settings, flag = LOST[name]
+    for reroute in ("failures", "all"):
+        with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} does not run with .*{flag}"):
+            refuse_arguments(SimpleNamespace(**settings, adaptra_reroute=reroute, pipeline_model_parallel_size=1))
+    with pytest.raises(UnsupportedFeatureError, match="Drop one of the two"):
+        refuse_for_recovery("failures", SimpleNamespace(), SimpleNamespace(**settings))
+    refuse_arguments(SimpleNamespace(**settings, adaptra_reroute="stragglers", pipeline_model_parallel_size=1))
+
+
+def test_every_refusal_of_recovery_is_tried() -> None:
+    for each in RECOVERY:
+        assert any(each.is_on(SimpleNamespace(**settings)) for settings, _ in LOST.values()), each.feature
+    for recovered in ({}, {"moe_router_enable_expert_bias": True}, {"fp8": "e4m3", "fp8_recipe": "tensorwise"}):
+        refuse_for_recovery("failures", SimpleNamespace(**recovered))
 
 
 APART: dict[str, tuple[Any, str]] = {

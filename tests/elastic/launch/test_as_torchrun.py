@@ -18,7 +18,7 @@ _DUMP = """
 import json, os, sys
 with open(f"{sys.argv[1]}-{os.environ['RANK']}", "w") as file:
     json.dump({"environment": dict(os.environ), "arguments": sys.argv[2:], "-u": sys.stdout.write_through}, file)
-print("said by", os.environ["RANK"])
+sys.stdout.write(f"said by {os.environ['RANK']}\\n")  # in one piece: Python is unbuffered, and ranks share the output
 """
 _MODULES = {"torchrun": "torch.distributed.run", "adaptra": "adaptra_megatron.tools.cli"}
 _OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"}

@@ -26,6 +26,7 @@ from adaptra_megatron.tools.cli.main import main
 from campaigns.deaths import campaign
 from campaigns.dying_trainings import (
     BACK,
+    EXPERTS,
     INSTANCES,
     ITERATIONS,
     KILLED,
@@ -80,6 +81,7 @@ CASES = (
     Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("1:3:2", "6:4:1")),
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
     Case("multi-token-prediction", Layout(3, 2, flags=f"{SHARDED} {MTP}"), ("1:3:2", "5:4:7")),
+    Case("experts-whose-bias-moves", Layout(3, 2, flags=EXPERTS), ("1:3:2", "5:4:1"), slow=False),
 )
 
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep what an attempt at a training iteration changes beside gradients, and restore it before the next attempt.
+
+Forwards and finalize_model_grads of megatron-core 0.14 to 0.20 change, beside gradients:
+
+1. buffers of the model: routers count their tokens (`local_tokens_per_expert`), finalize_model_grads moves their biases
+   by these counts (`expert_bias`) and sets the counts to 0, and the global auxiliary loss has sums of its own
+   (transformer/moe/router.py, distributed/finalize_model_grads.py);
+2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, which all micro-batches add to.
+
+Random numbers follow from what is computed (`MicroBatchRandom`), and FP8 recipes other than delayed scaling keep
+nothing between two products. Buffers are few and small; copying them is a launch or two per iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from adaptra_megatron.megatron.compat import logged_sums
+
+
+class AttemptState:
+    """What the first attempt at an iteration began with, on one rank, for the life of the job."""
+
+    def __init__(self, model_chunks: Sequence[Any]) -> None:
+        """`model_chunks`: as Megatron's schedules get them."""
+        self._chunks = model_chunks
+        self._buffers: list[torch.Tensor] = []
+        self._sums: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def keep(self) -> None:
+        """Keep the state as it is. On the current stream, in front of what changes it."""
+        self._buffers = [each.clone() for each in self._all_buffers()]
+        self._sums = {name: each.clone() for name, each in logged_sums().items()}
+
+    def restore(self) -> None:
+        """Put back what was kept. On the current stream, behind the last operation of the attempt before."""
+        # A router makes its bias float32 in its first forward, in new memory: buffers are looked up anew.
+        for buffer, kept in zip(self._all_buffers(), self._buffers, strict=True):
+            buffer.copy_(kept)
+        for name, value in logged_sums().items():
+            if name in self._sums:
+                value.copy_(self._sums[name])
+            else:
+                value.zero_()  # the attempt made it
+
+    def _all_buffers(self) -> list[torch.Tensor]:
+        # Megatron's DistributedDataParallel has a list of its own in the place of torch's method.
+        return [buffer for chunk in self._chunks for buffer in torch.nn.Module.buffers(chunk)]

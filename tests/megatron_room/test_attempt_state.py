@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An attempt at an iteration begins with what the one before it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from adaptra_megatron.megatron.compat import logged_sums
+from adaptra_megatron.megatron.state.attempt_state import AttemptState
+
+
+class Router(torch.nn.Module):
+    """Buffers of Megatron's TopKRouter, and what changes them."""
+
+    local_tokens_per_expert: torch.Tensor
+    expert_bias: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("local_tokens_per_expert", torch.zeros(4), persistent=False)
+        self.register_buffer("expert_bias", torch.full((4,), 0.25, dtype=torch.bfloat16))
+
+    def compute(self) -> None:
+        """Count tokens as `_apply_expert_bias`; the bias is in new memory after `_maintain_float32_expert_bias`."""
+        self.expert_bias.data = self.expert_bias.data.to(torch.float32)
+        self.local_tokens_per_expert += torch.tensor([3.0, 1.0, 0.0, 4.0])
+
+    def finish(self) -> None:
+        """Move the bias as finalize_model_grads."""
+        offset = self.local_tokens_per_expert.mean() - self.local_tokens_per_expert
+        self.expert_bias.copy_(self.expert_bias + torch.sign(offset) * 1e-3)
+        self.local_tokens_per_expert.zero_()
+
+
+@pytest.fixture(autouse=True)
+def _no_sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+    _forget_expert_sums()
+    yield
+    _forget_expert_sums()
+
+
+def _forget_expert_sums() -> None:
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    except ImportError:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        destroy_moe_metrics_tracker()
+
+
+@pytest.mark.parametrize("interrupted", ["while it computes", "after the bias was moved"])
+def test_routers_begin_as_the_attempt_before(interrupted: str) -> None:
+    router = Router()
+    expected_tokens, expected_bias = router.local_tokens_per_expert.clone(), router.expert_bias.float().clone()
+    state = AttemptState([router])
+    state.keep()
+    router.compute()
+    if interrupted != "while it computes":
+        router.finish()
+    bias = router.expert_bias
+    state.restore()
+    assert torch.equal(router.local_tokens_per_expert, expected_tokens)
+    assert torch.equal(router.expert_bias, expected_bias)
+    assert router.expert_bias is bias, "graphs and views know this memory"
+    state.keep()
+    router.compute()
+    state.restore()
+    assert torch.equal(router.local_tokens_per_expert, expected_tokens), "the next iteration"
+
+
+def test_sums_for_the_log_hold_each_micro_batch_once() -> None:
+    def compute() -> None:
+        experts_save = cast(Any, moe_utils).save_to_aux_losses_tracker
+        experts_save("load_balancing_loss", torch.tensor(2.0), 1, 3)
+        MTPLossLoggingHelper.tracker.setdefault("values", torch.zeros(2))[1] += 5.0
+
+    state = AttemptState([])
+    state.keep()
+    compute()
+    state.restore()
+    assert len(logged_sums()) == 2
+    assert not any(each.any() for each in logged_sums().values()), "the first attempt made them"
+    compute()
+    state.keep()
+    compute()
+    state.restore()
+    assert sorted(each.tolist() for each in logged_sums().values()) == [[0.0, 5.0], [2.0, 0.0, 0.0]]
