@@ -126,7 +126,7 @@ class Recovery(IterationHooks):
     manager: RecoveryManager
     """From `made` on."""
     _kept: AttemptState
-    """From the first attempt at a training iteration on."""
+    """From `made` on."""
 
     def __init__(self, pipeline: Pipeline, feature: FaultTolerance) -> None:
         super().__init__(pipeline)
@@ -147,6 +147,7 @@ class Recovery(IterationHooks):
         feature, pipeline = self._feature, self.pipeline
         _refuse(call, pipeline.book.layout, feature.sharded_optimizers)
         _hold_copies(pipeline.job, feature.sharded_optimizers)
+        self._kept = AttemptState(call.model_chunks)
         joining, feature.joining = feature.joining, None
         if joining is not None:
             pipeline.follow(joining.running)
@@ -181,7 +182,6 @@ class Recovery(IterationHooks):
     def _begin_attempt(self, call: PipelineCall, *, again: bool) -> None:
         """Have each attempt at a training iteration begin with what the first one began with."""
         if not again:
-            self._kept = AttemptState(call.model_chunks)
             self._kept.keep()
             return
         forget_gradients(call)

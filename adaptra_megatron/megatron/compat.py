@@ -156,8 +156,13 @@ def logged_sums() -> dict[tuple[str, ...], torch.Tensor]:
     return sums
 
 
+@functools.cache
+def _has_metrics_tracker() -> bool:
+    return importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None
+
+
 def _expert_sums() -> dict[str, torch.Tensor]:
-    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is None:
+    if not _has_metrics_tracker():
         return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 

@@ -9,7 +9,8 @@ Forwards and finalize_model_grads of megatron-core 0.14 to 0.20 change, beside g
 2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, which all micro-batches add to.
 
 Random numbers follow from what is computed (`MicroBatchRandom`), and FP8 recipes other than delayed scaling keep
-nothing between two products. Buffers are few and small; copying them is a launch or two per iteration.
+nothing between two products. Buffers are few and small: copying them is a launch or two per iteration, and nothing where
+there are none.
 """
 
 from __future__ import annotations
@@ -27,18 +28,30 @@ class AttemptState:
 
     def __init__(self, model_chunks: Sequence[Any]) -> None:
         """`model_chunks`: as Megatron's schedules get them."""
-        self._chunks = model_chunks
+        # By place: a router makes its bias float32 in its first forward, in new memory.
+        self._places = [
+            (module, name)
+            for chunk in model_chunks
+            for module in torch.nn.Module.modules(chunk)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._buffers: list[torch.Tensor] = []
         self._sums: dict[tuple[str, ...], torch.Tensor] = {}
 
     def keep(self) -> None:
         """Keep the state as it is. On the current stream, in front of what changes it."""
-        self._buffers = [each.clone() for each in self._all_buffers()]
+        buffers = self._all_buffers()
+        if any(kept.dtype != buffer.dtype for kept, buffer in zip(self._buffers, buffers, strict=False)):
+            self._buffers = []
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, buffers)
+        else:
+            self._buffers = [buffer.clone() for buffer in buffers]
         self._sums = {name: each.clone() for name, each in logged_sums().items()}
 
     def restore(self) -> None:
         """Put back what was kept. On the current stream, behind the last operation of the attempt before."""
-        # A router makes its bias float32 in its first forward, in new memory: buffers are looked up anew.
         for buffer, kept in zip(self._all_buffers(), self._buffers, strict=True):
             buffer.copy_(kept)
         for name, value in logged_sums().items():
@@ -48,5 +61,4 @@ class AttemptState:
                 value.zero_()  # the attempt made it
 
     def _all_buffers(self) -> list[torch.Tensor]:
-        # Megatron's DistributedDataParallel has a list of its own in the place of torch's method.
-        return [buffer for chunk in self._chunks for buffer in torch.nn.Module.buffers(chunk)]
+        return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
