@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.common.ports import PortRange
-from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS
+from adaptra_megatron.gradsync.all_reduce import ALGORITHM_HELP
 from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.ir import Placement, Schedule, ScheduleError
 from adaptra_megatron.schedule.schedule_checks import check_schedule
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
 from adaptra_megatron.transport.gpu.hardware_queues import QUEUE_MODELS
 from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address
 from adaptra_megatron.transport.wires.wire_registry import WIRES
@@ -28,7 +28,7 @@ PATHS = ("auto", "device", "host")
 TRACES = ("all", "asked")
 DISPATCHES = ("planned", "auto", "online")
 REROUTES = ("off", "stragglers", "failures", "all")
-GRADIENT_SYNCS = ("stock", "auto", *ALGORITHMS)
+GRADIENT_SYNCS = ("stock", "auto", *ALGORITHM_HELP)
 SYNC_MODES = ("ssgd", "x-order", "dynamic", "auto")
 MONITORS = ("on", "off")
 HOST_POLICIES = ("off", "observe", "pin")
@@ -207,7 +207,7 @@ class AdaptraConfig:
     gradient_sync: str = _option(
         "stock",
         "How data-parallel replicas sum up gradients, where optimizers are not distributed. stock: as Megatron does; "
-        + "".join(f"{name}: {algorithm.help}; " for name, algorithm in ALGORITHMS.items())
+        + "".join(f"{name}: {what}; " for name, what in ALGORITHM_HELP.items())
         + "auto: whichever of these a model of measured latency, bandwidth and delay says is fastest. Sums are then "
         "added up in another order: results equal stock's up to rounding, not to the bit.",
         choices=GRADIENT_SYNCS,

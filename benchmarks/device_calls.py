@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.gpu.device_calls import COMPUTE, LINK, DeviceCalls  # noqa: E402
 from torch.distributed import HashStore  # noqa: E402
 
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig  # noqa: E402
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch  # noqa: E402
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig  # noqa: E402
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide  # noqa: E402
 from adaptra_megatron.transport.device_session.pair_group import PairEnds  # noqa: E402
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification  # noqa: E402

@@ -23,7 +23,7 @@ from adaptra_megatron.config import (
     add_adaptra_arguments,
     config_from_arguments,
 )
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
 
 PLAN = "0F0,0B0\n1F0,1B0\n"
 COSTS = '{"stages": 2, "micro_batches": 1, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}'

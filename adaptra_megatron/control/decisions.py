@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adaptra_megatron.common.typed_messages import Decoder, encoded
+from adaptra_megatron.telemetry.action_records import Iterations
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has none in Python 3.10

@@ -13,11 +13,11 @@ from adaptra_megatron.common.child_process import OwningProcess
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.deciders.path_decider import FixedPaths, LinkSteering
 from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.device_memory import memory_of
 from adaptra_megatron.control.exchange import PlanExchange
+from adaptra_megatron.control.link_steering import FixedPaths, LinkSteering
 from adaptra_megatron.control.sidecar.planner_client import PlannerClient
 from adaptra_megatron.control.stage_memory import MemoryMeter, MemorySource, StageMemory, make_meter
 from adaptra_megatron.engine.dispatch.dispatch import make_dispatcher

@@ -13,8 +13,6 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
-from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
 from adaptra_megatron.transport.gpu.cuda_device import Device, device_of
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock
 from adaptra_megatron.transport.gpu.hardware_queues import queues_in_words
@@ -28,6 +26,7 @@ from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bi
 
 if TYPE_CHECKING:
     from adaptra_megatron.megatron.megatron_call import PipelineCall
+    from adaptra_megatron.transport.device_session.nccl_link import NcclSide
 
 logger = logger_of(__name__)
 
@@ -175,6 +174,9 @@ def _two_paths(
 def _nccl_side(
     device: Device, config: AdaptraConfig, watch: LinkWatch, timeout_s: float, message_nbytes: int
 ) -> NcclSide:
+    from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
+    from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
+
     identity = gpu_identity(device.device, fastest_rnic_gbit_per_s(), message_nbytes)
     return NcclSide(torch_nccl, device, identity, config.communicators, watch, timeout_s, device.new_stream())
 

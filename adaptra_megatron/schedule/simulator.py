@@ -25,7 +25,6 @@ from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.costs import CostError, Costs, Released, released_per_stage
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
-from adaptra_megatron.schedule.transfers.blocking import encoded_programs
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -72,6 +71,8 @@ def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Sim
     check_fits(schedule, costs)
     codes, problem = encode_schedule(schedule), problem_from_costs(costs)
     if blocking:
+        from adaptra_megatron.schedule.transfers.blocking import encoded_programs  # stock's programs, for analyses
+
         blocked = _native.replay_blocking(problem, encoded_programs(schedule))
         assert math.isfinite(blocked["makespan_s"]), "stock's own programs cannot deadlock"
         return _simulation(schedule, codes, costs, blocked["makespan_s"], blocked["start_s"], blocked["end_s"])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what one rank did and when: the record of an action, and the list that an executor appends to."""
+"""Record what one rank did and when: the record of an action, the list that an executor appends to, and which
+iterations are asked for."""
 
 from __future__ import annotations
 
@@ -46,6 +47,13 @@ class ArrivalRecord(NamedTuple):
     micro_batch: int
     arrived_s: float
     """`time.monotonic()` seconds of the receiving rank's host."""
+
+
+class Iterations(NamedTuple):
+    """From `first` to `last`, both included; Megatron's numbers, from 1 and over restarts."""
+
+    first: int
+    last: int
 
 
 class IterationRecorder:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from adaptra_megatron.common.child_process import OwningProcess
-from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord, Iterations
 from adaptra_megatron.telemetry.events.changes import (
     IterationTimes,
     LeaderWatch,
@@ -23,7 +23,6 @@ from adaptra_megatron.telemetry.events.changes import (
     PathWatch,
     SwitchWatch,
 )
-from adaptra_megatron.telemetry.events.event_log import EventLog
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,
@@ -34,7 +33,6 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
 )
 from adaptra_megatron.telemetry.events.log_lines import RunLog
-from adaptra_megatron.telemetry.figures.exported import LOOPBACK, ExportedFigures, PrometheusEndpoint
 from adaptra_megatron.telemetry.figures.scalars import (
     ArrivalFigures,
     JobFigures,
@@ -44,11 +42,13 @@ from adaptra_megatron.telemetry.figures.scalars import (
     megatron_writers,
     scalars,
 )
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, RequestBox, RequestedTraces, take_policy
 
 if TYPE_CHECKING:
+    from adaptra_megatron.telemetry.events.event_log import EventLog
+    from adaptra_megatron.telemetry.figures.exported import ExportedFigures, PrometheusEndpoint
     from adaptra_megatron.telemetry.open_telemetry import OpenTelemetryExport
+    from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+    from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox, RequestedTraces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class TelemetrySettings:
     """True: all iterations are traced; False: those that are asked for."""
     prometheus_port: int | None = None
     """Port of a host's first rank; the next rank's is the next. 0: any free ones; None: no endpoint."""
-    prometheus_address: str = LOOPBACK
+    prometheus_address: str = "127.0.0.1"
     otel: bool = False
     """True: figures and events go to OpenTelemetry, as its own environment variables say."""
     goes_on: bool = False
@@ -129,16 +129,10 @@ class RunTelemetry:
         self._arrivals: ArrivalFigures | None = None
         self._scalars: ScalarWriters | None = None
         self._endpoint: PrometheusEndpoint | None = None
-        self._figures = _figures(place, start)
-        if settings.prometheus_port is not None:
-            port = settings.prometheus_port and settings.prometheus_port + place.local_rank
-            self._endpoint = PrometheusEndpoint(self._figures, port, settings.prometheus_address)
         self._otel: OpenTelemetryExport | None = None
-        if settings.otel:
-            from adaptra_megatron.telemetry.open_telemetry import OpenTelemetryExport  # much, which few need
-
-            self._otel = OpenTelemetryExport(self._figures, run=place.run, rank=place.rank, host=start.host)
-            self._otel.log(start, -1, 0)
+        self._figures: ExportedFigures | None = None
+        if settings.prometheus_port is not None or settings.otel:
+            self._export(settings, start)
         self._events: EventLog | None = None
         self._traces: TraceWriter | None = None
         self._requested: RequestedTraces | None = None
@@ -151,13 +145,33 @@ class RunTelemetry:
         self._owner = OwningProcess()
         atexit.register(self.close)
 
+    def _export(self, settings: TelemetrySettings, start: RunStarted) -> None:
+        """Have figures read by others. What this needs is imported in jobs that ask for it."""
+        from adaptra_megatron.telemetry.figures.exported import PrometheusEndpoint
+
+        place, self._figures = self._place, _figures(self._place, start)
+        if settings.prometheus_port is not None:
+            port = settings.prometheus_port and settings.prometheus_port + place.local_rank
+            self._endpoint = PrometheusEndpoint(self._figures, port, settings.prometheus_address)
+        if settings.otel:
+            from adaptra_megatron.telemetry.open_telemetry import OpenTelemetryExport
+
+            self._otel = OpenTelemetryExport(self._figures, run=place.run, rank=place.rank, host=start.host)
+            self._otel.log(start, -1, 0)
+
     def _open_files(self, directory: Path, settings: TelemetrySettings, start: RunStarted) -> None:
+        """What writes them is imported in jobs that ask for them."""
+        from adaptra_megatron.telemetry.events.event_log import EventLog
+        from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+
         place, offset_s = self._place, self._place.clock_offset_s
         self._events = EventLog(directory, start, run=place.run, rank=place.rank, clock_offset_s=offset_s)
         self._traces = TraceWriter(
             directory, place.rank, place.stage, clock_offset_s=offset_s, goes_on=settings.goes_on
         )
         if not settings.every_iteration:
+            from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox, RequestedTraces
+
             self._requested = RequestedTraces(self._traces)
             self._box = RequestBox(directory) if place.leads and not place.replica else None
 
@@ -191,6 +205,8 @@ class RunTelemetry:
         """On the rank that takes requests: the policy that a user has asked for since the last call; "": none."""
         if self._directory is None or not self._place.leads or (self._place.replica and self._place.decides_apart):
             return ""
+        from adaptra_megatron.telemetry.tracing.trace_requests import take_policy
+
         return take_policy(self._directory)
 
     def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: FiguresOfJob | None = None) -> None:
@@ -254,7 +270,7 @@ class RunTelemetry:
         for change in self._paths.look(links or {}, delegate_starts):
             self.log(change)
         figures = replace(figures, failovers=self._paths.failovers)
-        if self._endpoint is not None or self._otel is not None:
+        if self._figures is not None:
             leader = self._leader.figures(self._switches.saved_s) if self._place.leads else None
             arrivals = self._arrivals if leader is not None and not self._place.replica else None
             self._figures.show(self._iterations, figures, self._figures_of_job(), leader, arrivals)
@@ -304,6 +320,8 @@ class RunTelemetry:
 
 
 def _figures(place: RankPlace, start: RunStarted) -> ExportedFigures:
+    from adaptra_megatron.telemetry.figures.exported import ExportedFigures
+
     return ExportedFigures(
         labels={"rank": str(place.rank), "stage": str(place.stage)},
         job_labels={"replica": str(place.replica)},

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig, NcclLibrary, torch_nccl
+from adaptra_megatron.transport.device_session.nccl_library import NcclLibrary, torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
 from adaptra_megatron.transport.gpu.cuda_device import CudaDevice, Device, Stream
 from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock

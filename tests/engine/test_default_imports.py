@@ -13,10 +13,19 @@ from typing import Any
 import pytest
 
 PROGRAM = str(Path(__file__).with_name("imported_ranks.py"))
-MOST_LINES = 29_900
-"""Of the package, on any rank. May fall; what makes it grow is imported where it is used instead."""
+MOST_LINES = 24_900
+"""Of the package, on any rank on the CPU; one on a GPU needs NCCL's links and copies, too. May fall; what makes it grow
+is imported where it is used instead."""
 BY_FLAG = ("engine.fault_tolerance", "engine.rejoining", "engine.rerouting.rerouting", "engine.update_features")
 BY_FLAG += ("engine.measurement.megatron_spans", "elastic.recovery", "gradsync.replica_sums")
+BY_FLAG += ("gradsync.all_reduce.algorithms", "telemetry.events.event_log", "telemetry.figures.exported")
+BY_FLAG += (
+    "telemetry.tracing.trace",
+    "control.deciders.path_decider",
+    "control.deciders.replanner",
+    "schedule.planner",
+)
+BY_FLAG += ("control.stragglers.straggler_host", "transport.gpu.device_copies", "transport.device_session.nccl_link")
 BY_FLAG += ("megatron.replica_updates", "megatron.staggered_optimizer", "megatron.state.conservation")
 
 

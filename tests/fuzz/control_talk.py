@@ -35,9 +35,8 @@ from adaptra_megatron.control.measurements import (
     measurement_of,
 )
 from adaptra_megatron.control.stage_memory import StageMemory
-from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.telemetry.action_records import ActionRecord, Iterations
 from adaptra_megatron.telemetry.figures.scalars import JobFigures, LinkFigures, MemoryFigures
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.failover import control_messages
 from adaptra_megatron.transport.link_paths import Path, ProbeTimes

@@ -26,7 +26,8 @@ from adaptra_megatron.control.deciders.decider import (
     paths_in_use,
 )
 from adaptra_megatron.control.deciders.path_decider import PathDecider
-from adaptra_megatron.control.deciders.plan_state import Caps, PlanState, Replanner, describe
+from adaptra_megatron.control.deciders.plan_state import Caps, PlanState
+from adaptra_megatron.control.deciders.replanner import Replanner, describe, iteration_s
 from adaptra_megatron.control.deciders.route_decider import LiveCellDecider, RouteDecider
 from adaptra_megatron.control.decisions import Decision, Forecast, Order, PackedFigures, Paths, TelemetrySection
 from adaptra_megatron.control.detector.detector import Detector
@@ -296,7 +297,7 @@ class OrderDecider:
             return None
         before_s = made.current_predicted_s
         if context.before is not None and current.micro_batches == micro_batches:
-            before_s = self._book.layout.iteration_s(current, context.before)
+            before_s = iteration_s(self._book.layout, current, context.before)
         context.forecast = Forecast(made.predicted_s, before_s)
         if chosen is None:
             return None

@@ -15,7 +15,7 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.reasons import Reason, joined, reason_fields, reason_text
 from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.control.deciders.decider import Context, DecisionTelemetry
-from adaptra_megatron.control.deciders.plan_state import material_change
+from adaptra_megatron.control.deciders.replanner import material_change
 from adaptra_megatron.control.decisions import Forecast, Moved, RoutingSection
 from adaptra_megatron.control.detector.observations import Estimates, IterationSample, LinkId, StageId
 from adaptra_megatron.control.measurements import StageMeasurement

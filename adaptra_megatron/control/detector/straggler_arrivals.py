@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,35 @@ class Row(NamedTuple):
     """In forwards and backwards, without waiting."""
     data_s: float = 0.0
     """Waiting for the training data's next micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFigures:
+    """Recent figures of a rank's host; None where that cannot be read. Shares are 0..1 of the CPUs that the rank may
+    use, or of the time."""
+
+    others_cpu: float | None = None
+    """Share of the CPUs' time that processes of others have used."""
+    own_cpu: float | None = None
+    """The same of this job's processes."""
+    stolen: float | None = None
+    """Share of the CPUs' time that the hypervisor gave to other machines."""
+    throttled: float | None = None
+    """Share of the time in which a limit of the container kept threads from running."""
+    queued: float | None = None
+    """Share of the time in which threads stood in line for a CPU (pressure stall information)."""
+    load: float | None = None
+    """Threads that run or want to, for each CPU of the host."""
+    network: float | None = None
+    """Share of the speed of the busiest network interface that was used, in its busier direction."""
+    network_errors_s: float | None = None
+    """Errors and lost packets of all interfaces and RDMA ports, per second."""
+    memory_bytes_s: float | None = None
+    """Traffic of the host's memory, where the kernel counts it (resctrl)."""
+    gpu_clock: float | None = None
+    """Clock of the slowest GPU, as a share of the highest that it can have."""
+    gpu_slowed: str = ""
+    """Which GPU is slowed down, and why, in words."""
 
 
 class Late(NamedTuple):

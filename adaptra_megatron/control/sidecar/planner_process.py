@@ -27,7 +27,7 @@ from adaptra_megatron.control.sidecar.planner_client import (
 from adaptra_megatron.control.sidecar.report_connections import Gathering, Reported, ReportServer, round_of
 from adaptra_megatron.control.sidecar.sidecar_process import Notes, allow_connections, packed, serve
 from adaptra_megatron.schedule.costs import costs_to_json
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+from adaptra_megatron.telemetry.action_records import Iterations
 
 
 class PlannerNotes(Notes):

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.control.detector.straggler_causes import HostFigures
+from adaptra_megatron.control.detector.straggler_arrivals import HostFigures
 
 logger = logger_of(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.control.detector.straggler_arrivals import WINDOW, Late, Row, Stragglers
-from adaptra_megatron.control.detector.straggler_causes import HostFigures, StragglerCause, explain
+from adaptra_megatron.control.detector.straggler_arrivals import WINDOW, HostFigures, Late, Row, Stragglers
+from adaptra_megatron.control.detector.straggler_causes import StragglerCause, explain
 from adaptra_megatron.control.sidecar.report_connections import ReportServer
 from adaptra_megatron.control.sidecar.sidecar_process import Notes, allow_connections, packed, serve
 from adaptra_megatron.control.stragglers.straggler_reports import (

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage
-from adaptra_megatron.control.detector.straggler_arrivals import Row
-from adaptra_megatron.control.detector.straggler_causes import HostFigures
+from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Row
 from adaptra_megatron.control.sidecar.sidecar_process import Line, SidecarMessages
 
 MOST_ROWS = 512

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
@@ -28,7 +28,6 @@ from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, Row
 from adaptra_megatron.control.sidecar.report_connections import Address, ReportLink, address_of, purpose_of
 from adaptra_megatron.control.sidecar.sidecar_process import ChannelEndedError, Sidecar, log_events, log_lines, send
-from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler
 from adaptra_megatron.control.stragglers.straggler_reports import (
     ADDRESS_KEY,
     FROM_JUDGE,
@@ -48,6 +47,9 @@ from adaptra_megatron.control.stragglers.straggler_reports import (
 )
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
+
+if TYPE_CHECKING:
+    from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler
 
 # The judge's process as the job's lowest rank has it.
 
@@ -141,6 +143,21 @@ class StragglerTelemetry(Protocol):
         """How cells arrive, for those that show it."""
 
 
+# Imported where it is wanted: a host is not looked at while nobody is late.
+
+
+def _host_policy(mode: str, rank: int) -> HostPolicy:
+    from adaptra_megatron.control.stragglers.straggler_host import HostPolicy
+
+    return HostPolicy(mode, rank)
+
+
+def _host_sampler() -> HostSampler:
+    from adaptra_megatron.control.stragglers.straggler_host import HostSampler
+
+    return HostSampler()
+
+
 class StragglerWatch:
     """One rank's. `add` is for the training thread and costs microseconds."""
 
@@ -151,18 +168,18 @@ class StragglerWatch:
         telemetry: StragglerTelemetry,
         host_policy: str,
         listen: Callable[[], socket.socket],
-        sampler: Callable[[], HostSampler] = HostSampler,
+        sampler: Callable[[], HostSampler] | None = None,
     ) -> None:
         """`host_policy`: see --adaptra-host-policy. `listen`: makes a socket, bound to where all hosts of the job
-        connect to this one. `sampler`: called in the thread, as `listen` is."""
+        connect to this one. `sampler`: called in the thread, as `listen` is; None: reads this host's counters."""
         self._layout, self._control, self._telemetry = layout, control, telemetry
         self._cell, self._listen = layout.cell, listen
         self._reports = layout.rank == layout.reporter(layout.cell)
         self._judge_rank = min(ranks[0] for ranks in layout.cells.values())
         self._judges = layout.rank == self._judge_rank
         self._shows = layout.rank == max(layout.workers)  # where Megatron's writers are
-        self._policy = HostPolicy(host_policy, layout.rank) if host_policy != "off" else None
-        self._make_sampler = sampler
+        self._policy = None if host_policy == "off" else _host_policy(host_policy, layout.rank)
+        self._make_sampler = sampler or _host_sampler
         self._sampler: HostSampler | None = None
         """While a cell of this rank's stage is late."""
         self._pace = ReportPace(first_s=FIRST_S, most_s=max(LEAST_S, PER_CELL_S * len(layout.cells)))

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adaptra_megatron.control.deciders.path_decider import FixedPaths
 from adaptra_megatron.control.exchange import PlanExchange
+from adaptra_megatron.control.link_steering import FixedPaths
 from adaptra_megatron.control.measurements import stage_measurement
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.engine.dispatch.dispatch import Dispatcher

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces around a straggler, by their names in --adaptra-gradient-sync. A new one is a module, and a row here."""
+"""All-reduces around a straggler, by their names in --adaptra-gradient-sync. A new one is a module, a row here, and
+its help in the package."""
 
 from __future__ import annotations
 
@@ -101,8 +102,6 @@ class Algorithm:
     """Takes ranks, bytes, wire and delay: see `costs`."""
     waiting_s: Callable[[int, float, AllReduceWire], float]
     """Gives the seconds of what is done without the straggler: a time for each message, and a time for each byte."""
-    help: str
-    """Says what it does, behind its name in the help of the flag."""
     supports: Callable[[int], bool] = lambda ranks: True
     """Says whether there is a plan for so many ranks."""
     needs: str = ""
@@ -121,7 +120,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         chunks=lambda ranks, nbytes, wire: ranks - 1,
         exposed_s=stragglar_s,
         waiting_s=stragglar_waiting_s,
-        help="what can be summed up without the replica that came last before is, while the others wait for it",
         supports=has_stragglar,
         needs=f"at most {MOST_RANKS}, or a power of two",
     ),
@@ -130,7 +128,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         chunks=_chunks_of_chain,
         exposed_s=hidden_s,
         waiting_s=hidden_waiting_s,
-        help="the same with another algorithm, for delays longer than an all-reduce",
     ),
 }
 """In the order of the help; of two that take as long, the first one is chosen."""

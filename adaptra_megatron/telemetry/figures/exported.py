@@ -225,9 +225,6 @@ class ExportedFigures:
         return Samples(name, (*own, *described.labels), labelled)
 
 
-LOOPBACK = "127.0.0.1"
-
-
 class PrometheusError(RuntimeError):
     """The endpoint cannot be opened; names the flag or the package and the remedy."""
 
@@ -235,7 +232,7 @@ class PrometheusError(RuntimeError):
 class PrometheusEndpoint:
     """Serves figures at http://ADDRESS:PORT/metrics, from a thread of its own."""
 
-    def __init__(self, figures: ExportedFigures, port: int, address: str = LOOPBACK) -> None:
+    def __init__(self, figures: ExportedFigures, port: int, address: str = "127.0.0.1") -> None:
         """`port` 0 takes any free one. Raises PrometheusError."""
         try:
             from prometheus_client import CollectorRegistry, start_http_server

@@ -15,10 +15,9 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord, Iterations
 from adaptra_megatron.telemetry.background_writer import is_no_file
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter
 
@@ -72,13 +71,6 @@ _NAME = re.compile(r"(?:(?P<word>next|last)(?:-(?P<count>[0-9]{1,9}))?|(?P<first
 
 class RequestError(ValueError):
     """A request that names no iterations; says what would."""
-
-
-class Iterations(NamedTuple):
-    """From `first` to `last`, both included; Megatron's numbers, from 1 and over restarts."""
-
-    first: int
-    last: int
 
 
 def request_directory(trace_directory: Path | str) -> Path:

@@ -21,13 +21,9 @@ import torch
 from adaptra_megatron.common.layout import boot_identity
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig, most_ctas
 from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import (
-    Communicator,
-    CommunicatorConfig,
-    NcclLibrary,
-    most_ctas,
-)
+from adaptra_megatron.transport.device_session.nccl_library import Communicator, NcclLibrary
 from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
 from adaptra_megatron.transport.gpu.cuda_device import CudaEvent, Device, DeviceThread, Stream
 
@@ -56,6 +52,10 @@ class NcclSide:
     """Longest time for NCCL to launch a transfer: a full queue waits for the peers."""
     headers: Stream
     """Stream for small copies from host memory: on the link's own stream they would wait behind a transfer."""
+
+    def link(self, store: SealedStore, ends: PairEnds, stream: Stream, *, sends: bool, timeout_s: float) -> NcclLink:
+        """Return one end of a session of a link: see `NcclLink`."""
+        return NcclLink(store, ends, self, stream, sends=sends, timeout_s=timeout_s)
 
 
 class NcclLink:

@@ -35,7 +35,7 @@ from adaptra_megatron.transport.dual_path.two_paths import HostSide, PathSwitch,
 from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.copies import Receipt
 from adaptra_megatron.transport.gpu.cuda_device import Computed, Device
-from adaptra_megatron.transport.gpu.device_copies import copies_for
+from adaptra_megatron.transport.gpu.host_copies import copies_for
 from adaptra_megatron.transport.host_link.frames import check_can_travel, is_probe, key_of, note_of
 from adaptra_megatron.transport.host_link.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp, HostLinkState, Session

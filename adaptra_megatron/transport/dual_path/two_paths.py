@@ -38,7 +38,7 @@ from adaptra_megatron.transport.failover.path_receiver import Receiver, Receiver
 from adaptra_megatron.transport.failover.path_sender import HostProber, Posted, Sender, SenderEffects
 from adaptra_megatron.transport.gpu.copies import Copies
 from adaptra_megatron.transport.gpu.cuda_device import Computed, is_computed
-from adaptra_megatron.transport.gpu.device_copies import HostPayload
+from adaptra_megatron.transport.gpu.host_copies import HostPayload
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState
 from adaptra_megatron.transport.host_link.host_link_writer import HostLinkWriter
 from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work

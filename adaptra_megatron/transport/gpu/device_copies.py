@@ -1,63 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ways of a link's messages between where the training has them and its rings: host memory, and a device's."""
+"""The two ways of a link's messages between a device and its rings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from adaptra_megatron.transport._ring import Description, Event, Ring
-from adaptra_megatron.transport.gpu.copies import Copies, Payload, Receipt
+from adaptra_megatron.transport._ring import Event, Ring
+from adaptra_megatron.transport.gpu.copies import Payload, Receipt
 from adaptra_megatron.transport.gpu.cuda_device import Computed, Device, device_error
 from adaptra_megatron.transport.gpu.incoming_copies import IncomingCopies
 from adaptra_megatron.transport.gpu.outgoing_copies import OutgoingCopies
 from adaptra_megatron.transport.gpu.page_locks import PageLocks
 
 UNLIMITED_NBYTES = 1 << 62
-
-
-class HostPayload:
-    """A tensor in host memory."""
-
-    __slots__ = ("_tensor",)
-    inline = ready = True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    @property
-    def shape(self) -> Sequence[int]:
-        return self._tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self._tensor.nbytes
-
-    def write(self, ring: Ring, description: Description, deadline_s: float) -> None:
-        ring.write(description, self._tensor.data_ptr(), self._tensor.nbytes, deadline_s)
-
-    def computed(self) -> Computed:
-        return Computed(self._tensor, None)
-
-
-class HostReceipt:
-    """A received tensor in host memory."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def begin(self) -> None:
-        """Do nothing: there is no copy."""
-
-    def take(self) -> torch.Tensor:
-        return self._tensor
 
 
 class DeviceReceipt:
@@ -78,37 +35,6 @@ class DeviceReceipt:
         except RuntimeError as cause:
             raise device_error(self._link, cause) from cause
         return self._tensor
-
-
-class NoCopies:
-    """Copies for training on the CPU: tensors are sent from, and used in, the memory they are in."""
-
-    device = torch.device("cpu")
-    by_parts = False
-
-    def __init__(self, pooled_nbytes: int) -> None:
-        self.pooled_nbytes = pooled_nbytes
-
-    def use_rings(self, outbound: Ring, inbound: Ring) -> None:
-        """Do nothing: any ring will do."""
-
-    def computed(self, tensor: torch.Tensor) -> Computed:
-        return Computed(tensor, None)
-
-    def stage(self, message: Computed) -> Payload:
-        return HostPayload(message.tensor)
-
-    def receive(self, host: torch.Tensor, block_nbytes: int) -> Receipt:
-        return HostReceipt(host)
-
-    def receive_part(self, part: Event, dtype: torch.dtype, ring: Ring) -> Receipt | None:
-        raise AssertionError("nothing is received by parts here")
-
-    def receive_on_device(self, tensor: torch.Tensor) -> Receipt:
-        return HostReceipt(tensor)
-
-    def close(self, timeout_s: float) -> None:
-        """Return at once: there are no copies."""
 
 
 class DeviceCopies:
@@ -149,8 +75,3 @@ class DeviceCopies:
     def close(self, timeout_s: float) -> None:
         if all([self._outgoing.close(timeout_s), self._incoming.close(timeout_s)]):
             self._locks.close()
-
-
-def copies_for(device: Device | None, *, link: str, pooled_nbytes: int, on_ready: Callable[[], None]) -> Copies:
-    """Return the Copies of a link for tensors on `device`; None: the CPU."""
-    return NoCopies(pooled_nbytes) if device is None else DeviceCopies(device, link=link, on_ready=on_ready)

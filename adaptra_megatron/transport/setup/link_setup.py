@@ -14,16 +14,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from adaptra_megatron.common.gathering import epoch_group
-from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup, PairEnds, PairGroup
 from adaptra_megatron.transport.gpu.cuda_device import Stream
 from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from adaptra_megatron.transport.device_session.nccl_link import NcclSide
 
 ROUND_S = 60.0
 """Longest time of a round. NCCL needs seconds for a communicator; a stage that failed in a round may be as late."""
@@ -134,7 +136,7 @@ class LinkMaker:
                 if link not in self._streams:
                     self._streams[link] = gpu.device.new_stream()  # of all its sessions, for none is ever destroyed
                 with control.lent(place, timeout_s) as store:
-                    made = NcclLink(store, ends, gpu, self._streams[link], sends=sends, timeout_s=timeout_s)
+                    made = gpu.link(store, ends, self._streams[link], sends=sends, timeout_s=timeout_s)
             greet(made, sends, deadline_s)
         except RuntimeError as cause:
             raise RuntimeError(" ".join(str(cause).split())[:_CAUSE_LENGTH]) from cause

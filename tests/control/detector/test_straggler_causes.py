@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.control.detector.straggler_arrivals import Late
-from adaptra_megatron.control.detector.straggler_causes import HostFigures, StragglerCauseKind, explain
+from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Late
+from adaptra_megatron.control.detector.straggler_causes import StragglerCauseKind, explain
 
 LATE = Late(5, 2, 0.18, 18, 20, 130, 0.12, computes_s=0.0, data_s=0.0)
 QUIET = HostFigures(others_cpu=0.02, own_cpu=0.5, stolen=0.0, queued=0.02, network=0.1, gpu_clock=0.95)

@@ -11,7 +11,8 @@ import pytest
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
-from adaptra_megatron.control.deciders.plan_state import Layout, PlanState, Replanner
+from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
+from adaptra_megatron.control.deciders.replanner import Replanner
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.schedule.classic import one_f_one_b, split_backward

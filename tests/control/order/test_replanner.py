@@ -9,7 +9,7 @@ import logging
 import pytest
 from support.four_stages import FOUR, costs
 
-from adaptra_megatron.control.deciders.plan_state import Replanner, material_change
+from adaptra_megatron.control.deciders.replanner import Replanner, material_change
 from adaptra_megatron.schedule.classic import one_f_one_b, split_backward
 from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.planner import Plan, plan
@@ -54,7 +54,7 @@ class TestReplanning:
         healthy = costs()
         now_s = simulate(self.CURRENT, healthy).makespan_s
         best = dataclasses.replace(plan(healthy), makespan_s=(1.0 - gain) * now_s)
-        monkeypatch.setattr("adaptra_megatron.control.deciders.plan_state.plan", lambda costs, **options: best)
+        monkeypatch.setattr("adaptra_megatron.schedule.planner.plan", lambda costs, **options: best)
         assert (Replanner(FOUR).decide(healthy, self.CURRENT)[0] is not None) == switches
 
     def test_a_plan_for_another_number_of_micro_batches_is_replaced(self) -> None:
@@ -125,7 +125,7 @@ class TestReplanning:
             share = shares.get(costs.max_in_flight[0] or 0.0, 0.9) if deadline_s == 0.0 else 1.0
             return dataclasses.replace(chosen, makespan_s=share * chosen.makespan_s)
 
-        monkeypatch.setattr("adaptra_megatron.control.deciders.plan_state.plan", hurried)
+        monkeypatch.setattr("adaptra_megatron.schedule.planner.plan", hurried)
         replanner.decide(tight, self.CURRENT)
         wanted = replanner.worth_of_memory()
         assert wanted is not None

@@ -8,8 +8,7 @@ import logging
 import pytest
 
 from adaptra_megatron.common.layout import Cell
-from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, WINDOW, Row
-from adaptra_megatron.control.detector.straggler_causes import HostFigures
+from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, WINDOW, HostFigures, Row
 from adaptra_megatron.control.stragglers.straggler_process import KEPT, StragglerDetector
 from adaptra_megatron.control.stragglers.straggler_reports import CellReport, StragglerVerdict
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
-from adaptra_megatron.control.detector.straggler_arrivals import Row
-from adaptra_megatron.control.detector.straggler_causes import HostFigures
+from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Row
 from adaptra_megatron.control.stragglers import straggler_watch as watches
 from adaptra_megatron.control.stragglers.straggler_host import HostSampler
 from adaptra_megatron.control.stragglers.straggler_watch import JUDGED_FROM, StragglerWatch

@@ -27,7 +27,7 @@ from support.gpu.simulated_nccl import SimulatedTransfers
 from support.gpu.simulated_pipeline import TIMEOUT_S, ProcessEndedError, SimulatedStage
 from support.made_up.memory import MadeUpMemory
 
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock

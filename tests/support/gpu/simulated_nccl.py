@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 import torch
 from support.gpu.simulated_device import SimulatedDevice, SimulatedEvent
 
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig, NcclError
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
+from adaptra_megatron.transport.device_session.nccl_library import NcclError
 
 LOOKS_TO_LAUNCH = 2
 """How often `in_progress` is to be asked until a transfer has been launched."""

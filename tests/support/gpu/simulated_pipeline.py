@@ -13,8 +13,8 @@ from support.gpu.simulated_device import SimulatedDevice
 from support.gpu.simulated_nccl import Fabric, SimulatedNccl
 from support.made_up.job import rendezvous
 
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock
 from adaptra_megatron.transport.setup.link_setup import LinkMaker

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.telemetry.action_records import ActionRecord, Iterations
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter, read_traces
 from adaptra_megatron.telemetry.tracing.trace_requests import (
     MOST_PER_REQUEST,
-    Iterations,
     RequestBox,
     RequestedTraces,
     RequestError,

@@ -23,15 +23,14 @@ import torch
 from support.gpu.device_calls import LINK, DeviceCalls
 
 from adaptra_megatron.transport._device import DeviceCallError, Transfers
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig, most_ctas
 from adaptra_megatron.transport.device_session.nccl_library import (
     UNDEFINED,
     UNIQUE_ID_NBYTES,
-    CommunicatorConfig,
     NcclConfig,
     NcclError,
     NcclLibrary,
     Result,
-    most_ctas,
     torch_nccl,
 )
 

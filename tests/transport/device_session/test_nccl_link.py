@@ -22,8 +22,8 @@ from transport_checks import until
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.device_session import link_watch
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
 from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.device_session.sessions import ReceivingSession, SendingSession

@@ -17,7 +17,7 @@ from transport_checks import until
 
 from adaptra_megatron.transport._ring import Event, RingClosedError
 from adaptra_megatron.transport.gpu.cuda_device import Computed, device_of
-from adaptra_megatron.transport.gpu.device_copies import NoCopies, copies_for
+from adaptra_megatron.transport.gpu.host_copies import NoCopies, copies_for
 from adaptra_megatron.transport.message_keys import TransportError
 
 ORDERS = ["compute", "copies", None]

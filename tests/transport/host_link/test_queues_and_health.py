@@ -20,7 +20,7 @@ from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.delegate.delegate_control import StartDelegate
 from adaptra_megatron.transport.dual_path.host_transport import neighbours
-from adaptra_megatron.transport.gpu.device_copies import HostPayload, HostReceipt
+from adaptra_megatron.transport.gpu.host_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.host_link.frames import check_can_travel, describe, key_of
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, LinkHealth
 from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue, RetransmitQueue

@@ -39,7 +39,7 @@ from transport_checks import (
 from adaptra_megatron.common.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
 from adaptra_megatron.transport.delegate.supervisor import INTERVAL_S
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
-from adaptra_megatron.transport.gpu.device_copies import Payload
+from adaptra_megatron.transport.gpu.copies import Payload
 from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from support.nccl_host.made_up_device import MadeUpCuda, MadeUpDevice
 
 from adaptra_megatron.transport._device import DeviceCallError
+from adaptra_megatron.transport.device_session.communicator_config import CommunicatorConfig
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.device_session.sessions import ReceivingSession, SendingSession
