@@ -9,8 +9,8 @@ Forwards and finalize_model_grads of megatron-core 0.14 to 0.20 change, beside g
 2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, which all micro-batches add to.
 
 Random numbers follow from what is computed (`MicroBatchRandom`), and FP8 recipes other than delayed scaling keep
-nothing between two products. Buffers are few and small: copying them is a launch or two per iteration, and nothing where
-there are none.
+nothing between two products. Buffers are few and small: copying them is a launch or two per iteration, and nothing
+where there are none.
 """
 
 from __future__ import annotations
