@@ -6,7 +6,7 @@ Every case trains stock and several orders in one set of processes, with evaluat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from support.schedules import PLACED_AS_MEGATRON
 from adaptra_megatron.schedule.classic import split_backward, stock_order
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.schedule.ir import Kind, Schedule
 from adaptra_megatron.schedule.order_registry import make_schedule, names_for
 from adaptra_megatron.schedule.planner import plan
 from testing.jobs.fork_server import ForkServer
@@ -103,8 +103,9 @@ CASES = (
 
 
 def orders(case: Case) -> dict[str, Schedule]:
-    """Orders to compare, by name: W inside B, right after, all at the end; planned; all that have names and
-    Megatron's placement, unless they are among those."""
+    """Orders to compare, by name: W inside B, right after, all at the end, with chunks those of the first before all
+    others (it has the tied embedding, and is stock's last to be complete); planned; all that have names and Megatron's
+    placement, unless they are among those."""
     stock = stock_order(case.pipeline, MICRO_BATCHES, case.chunks, _group_size(case))
     links = {link: LinkCost(2.0, 0.5) for link in ((0, 1), (1, 0))}
     costs = uniform_costs(
@@ -123,11 +124,22 @@ def orders(case: Case) -> dict[str, Schedule]:
         "w-at-the-end": split_backward(stock, None),
         "planned-slow-link": plan(costs).schedule,
     }
+    if case.chunks > 1:
+        found["w-by-chunk"] = _by_chunk(found["w-at-the-end"])
     for name in sorted(PLACED_AS_MEGATRON.intersection(names_for(case.chunks))):
         schedule = make_schedule(name, case.pipeline, MICRO_BATCHES, case.chunks, _group_size(case))
         if schedule not in found.values():
             found[name] = schedule
     return found
+
+
+def _by_chunk(schedule: Schedule) -> Schedule:
+    """Return the schedule with all W at the end, those of lower chunks first."""
+    orders = tuple(
+        tuple(sorted(order, key=lambda each: each.chunk + 1 if each.kind is Kind.BACKWARD_WEIGHT else 0))
+        for order in schedule.orders
+    )
+    return replace(schedule, orders=orders)
 
 
 def _group_size(case: Case) -> int | None:
