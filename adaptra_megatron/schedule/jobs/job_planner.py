@@ -98,6 +98,6 @@ def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
 
 
 def _plan_for_equals(job: JobCosts, deadline_s: float | None, split: bool, progress: Progress | None) -> JobPlan:
-    schedule = plan(job.groups[0].costs, deadline_s=deadline_s, split=split, progress=progress).schedule
-    simulation = simulate_job(schedule, job)
-    return JobPlan(schedule=schedule, simulation=simulation, lower_bound=job_bound(job))
+    found = plan(job.groups[0].costs, deadline_s=deadline_s, split=split, progress=progress)
+    bound = found.lower_bound if job.is_one_pipeline else job_bound(job)
+    return JobPlan(schedule=found.schedule, simulation=simulate_job(found.schedule, job), lower_bound=bound)

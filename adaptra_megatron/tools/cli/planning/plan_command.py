@@ -24,8 +24,6 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     simulate_job_online,
 )
 from adaptra_megatron.schedule.more_memory import Bought, more_memory
-from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
 from adaptra_megatron.tools.cli.planning.comparison import Comparison, compare, healthy_form
 from adaptra_megatron.tools.cli.planning.cost_inputs import Axis, PlanInput, WhatIf, read_given, what_if
@@ -39,7 +37,6 @@ from adaptra_megatron.tools.cli.planning.inputs import (
 )
 from adaptra_megatron.tools.cli.planning.presenting import (
     WHERE_COSTS_ARE,
-    JobOutcome,
     PlanningOutcome,
     PresentedAnswer,
     add_shared_options,
@@ -276,9 +273,9 @@ def _run(options: argparse.Namespace) -> None:
                 routed = routed_outcome(asked.applied_to(given.job), options, deadline_s=deadline_s)
             else:
                 job = asked.applied_to(given.job)
-                outcome = (_one if job.is_one_pipeline else _many)(job, deadline_s, progress)
+                outcome = _plan(job, deadline_s, progress)
                 assert outcome.schedule is not None
-                planned = outcome.schedule, simulate_job(outcome.schedule, job)
+                planned = outcome.schedule, outcome.simulation
                 comparison = compare(given, asked, planned=planned, deadline_s=deadline_s, progress=progress)
                 answers: list[PresentedAnswer] = []
                 if options.win_back:
@@ -310,32 +307,21 @@ def _refuse_what_a_table_cannot_do(options: argparse.Namespace, axes: Sequence[A
         )
 
 
-def _one(job: JobCosts, deadline_s: float | None, progress: Progress | None) -> PlanningOutcome:
-    costs = job.groups[0].costs
-    start = time.perf_counter()
-    found = plan(costs, deadline_s=deadline_s, progress=progress)
-    planning_s = time.perf_counter() - start
-    return PlanningOutcome(
-        name="planned",
-        costs=costs,
-        simulation=simulate(found.schedule, costs),
-        lower_bound=found.lower_bound,
-        schedule=found.schedule,
-        planning_s=planning_s,
-    )
-
-
-def _many(job: JobCosts, deadline_s: float | None, progress: Progress | None) -> JobOutcome:
+def _plan(job: JobCosts, deadline_s: float | None, progress: Progress | None) -> PlanningOutcome:
     start = time.perf_counter()
     found = plan_job(job, deadline_s=deadline_s, progress=progress)
-    planning_s = time.perf_counter() - start
-    return JobOutcome(
+    outcome = PlanningOutcome(
         name="planned",
         simulation=found.simulation,
         lower_bound=found.lower_bound,
-        cause=find_cause(found.simulation, fixed_order(found.schedule, job.base)),
         schedule=found.schedule,
-        planning_s=planning_s,
+        planning_s=time.perf_counter() - start,
+    )
+    if job.is_one_pipeline:
+        return outcome
+    return replace(
+        outcome,
+        cause=find_cause(found.simulation, fixed_order(found.schedule, job.base)),
         online_makespan_s=simulate_job_online(job, progress=progress).makespan_s,
     )
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import overlaps
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts
@@ -24,15 +23,12 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     simulate_job,
     simulate_job_online,
 )
-from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.simulator import simulate, simulate_online
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
 from adaptra_megatron.tools.cli.planning.comparison import ComparisonRow, compare, timed_row
 from adaptra_megatron.tools.cli.planning.cost_inputs import Axis, read_given, what_if
 from adaptra_megatron.tools.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_text
 from adaptra_megatron.tools.cli.planning.presenting import (
     WHERE_COSTS_ARE,
-    JobOutcome,
     PlanningOutcome,
     add_shared_options,
     asks_for_drawings,
@@ -79,8 +75,8 @@ def _run(options: argparse.Namespace) -> None:
                 alternative = routed_outcome(asked.applied_to(given.job), options, schedule=options.schedule)
             else:
                 job = asked.applied_to(given.job)
-                outcome = (_one if job.is_one_pipeline else _many)(job, options.schedule, options.blocking, progress)
-                comparison = compare(given, asked, timed=_row(outcome, job, options.blocking), progress=progress)
+                outcome = _simulate(job, options.schedule, options.blocking, progress)
+                comparison = compare(given, asked, timed=_row(outcome), progress=progress)
         if axes:
             table.show(as_json=options.json)
         elif routed:
@@ -114,31 +110,19 @@ def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) ->
         raise InputError("--html, --trace and --timeline are for one schedule: give a value instead of the range")
 
 
-def _row(outcome: PlanningOutcome | JobOutcome, job: JobCosts, blocking: bool) -> ComparisonRow:
+def _row(outcome: PlanningOutcome) -> ComparisonRow:
     """The schedule that was asked for, in the comparison."""
     if outcome.schedule is None:
-        found = simulate_job_online(job)
         return ComparisonRow(
-            name=outcome.name, makespan_s=found.makespan_s, binds="decided as messages come", simulation=found
+            name=outcome.name,
+            makespan_s=outcome.simulation.makespan_s,
+            binds="decided as messages come",
+            simulation=outcome.simulation,
         )
-    simulation = simulate_job(outcome.schedule, job, blocking=blocking)
-    return timed_row(outcome.name, outcome.schedule, simulation, blocking=blocking)
+    return timed_row(outcome.name, outcome.schedule, outcome.simulation, blocking=outcome.blocking)
 
 
-def _one(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> PlanningOutcome:
-    costs = job.groups[0].costs
-    if name == "online":
-        schedule, simulation = None, simulate_online(costs)
-    else:
-        planned = name == "planned"
-        schedule = plan(costs, progress=progress).schedule if planned else fixed_schedule(name, costs)
-        simulation = simulate(schedule, costs, blocking=blocking)
-    return PlanningOutcome(
-        name=name, costs=costs, simulation=simulation, lower_bound=lower_bound(costs), schedule=schedule
-    )
-
-
-def _many(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> JobOutcome:
+def _simulate(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> PlanningOutcome:
     run: Callable[[Costs], Finish] = online_order
     if name == "online":
         schedule, simulation = None, simulate_job_online(job, progress=progress)
@@ -147,10 +131,11 @@ def _many(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -
         schedule = plan_job(job, progress=progress).schedule if planned else fixed_schedule(name, job.base)
         simulation = simulate_job(schedule, job, blocking=blocking, progress=progress)
         run = fixed_order(schedule, job.base, blocking=blocking)
-    return JobOutcome(
+    return PlanningOutcome(
         name=name,
         simulation=simulation,
         lower_bound=job_bound(job, progress=progress),
-        cause=find_cause(simulation, run),
+        cause=None if job.is_one_pipeline else find_cause(simulation, run),
         schedule=schedule,
+        blocking=blocking,
     )
