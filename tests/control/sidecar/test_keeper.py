@@ -195,9 +195,10 @@ def test_reports_that_are_missing_before_all_ranks_have_connected_are_no_failure
 def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
     replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "LATE_S", 0.5)
     four = replica()
-    four.decide(0.0)
+    four.decide(0.0)  # within the usual time: it starts a process
+    patience_s = keeper.LATE_S
+    monkeypatch.setattr(keeper, "LATE_S", 0.5)
     process_id = four.planner.process_id
     own, *others = map(encoded, four.job.measure(0.0))
     for link, report in list(zip(four.links, others, strict=True))[:-1]:
@@ -212,6 +213,7 @@ def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
             break
     assert "of ranks 3 for" in str(late.value)
     assert "cannot connect to {}:{}".format(*four.planner.address) in str(late.value)
+    monkeypatch.setattr(keeper, "LATE_S", patience_s)
     four.links[-1].report(1, others[-1])
     assert four.planner.decide([])[0] == 1
     assert four.planner.process_id == process_id
