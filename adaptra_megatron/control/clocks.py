@@ -280,16 +280,16 @@ class ClockFollower:
         while not self._closing.is_set():
             before = self.rounds
             try:
-                self._ask_until_lost()
+                self._query_until_disconnected()
             except (OSError, HandshakeError) as cause:
                 # Not while closing, nor at the first failure: at the end of a job, the first stage may go first.
                 if self.rounds == before and not self._closing.is_set():
-                    self._say_lost(cause)
+                    self._log_unreachable(cause)
             if self.rounds > before:
                 backoff.reset()
             self._closing.wait(backoff.next_s())
 
-    def _ask_until_lost(self) -> None:
+    def _query_until_disconnected(self) -> None:
         with socket.create_connection(self._address, _ANSWER_S) as connection:
             self._connection = connection
             tune_connection(connection)
@@ -316,7 +316,7 @@ class ClockFollower:
         received_s, answered_s = _ANSWER.unpack(answer)
         return Stamps(sent_s, received_s, answered_s, back_s)
 
-    def _say_lost(self, cause: Exception) -> None:
+    def _log_unreachable(self, cause: Exception) -> None:
         if not self._said_lost:
             self._said_lost = True
             logger.warning(

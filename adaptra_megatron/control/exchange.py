@@ -418,7 +418,7 @@ class DecisionPublisher:
                 work()
             except RuntimeError as error:
                 self._lost = error
-                say_lost(self._layout.rank, error)
+                log_store_lost(self._layout.rank, error)
 
     def _publish_orders(self, routing: RoutingSection) -> None:
         """Those of DELAY decisions before have been read: ranks run what is decided."""
@@ -440,7 +440,7 @@ class DecisionPublisher:
                 self._decide(own)
                 own = self._take_in()
         except RuntimeError as error:
-            say_lost(self._layout.rank, error)
+            log_store_lost(self._layout.rank, error)
 
     def _take_in(self) -> list[tuple[int, bytes]] | None:
         """All that this rank has measured; waits for it if nothing else is to be decided on. None: to end."""
@@ -489,8 +489,8 @@ class DecisionPublisher:
             self._storing.put(functools.partial(self._writing.delete_key, decision_key(self._kept.popleft())))
 
 
-def say_lost(rank: int, error: RuntimeError) -> None:
-    """The store cannot be reached any more."""
+def log_store_lost(rank: int, error: RuntimeError) -> None:
+    """Log at DEBUG that the store cannot be reached any more."""
     # Normal at the end of a job, when the store goes away with its process; otherwise `decision` raises.
     logger.debug("rank %d lost the job's store: %s", rank, error)
 

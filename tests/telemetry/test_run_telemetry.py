@@ -12,9 +12,9 @@ import pytest
 from adaptra_megatron.control.decisions import PackedFigures
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.changes import (
+    MAX_BATCH,
+    MAX_BATCH_S,
     MEASURED_OVER,
-    TOLD_AFTER_S,
-    TOLD_AT_ONCE,
     IterationTimes,
     PathState,
     PathWatch,
@@ -82,14 +82,14 @@ def test_a_switch_soon_after_another_is_measured_alone() -> None:
 def test_times_are_told_in_batches_of_iterations_in_a_row() -> None:
     times = IterationTimes()
     assert times.rest() is None
-    assert [times.add(number, 0.5) for number in range(5, 5 + TOLD_AT_ONCE)] == [None] * TOLD_AT_ONCE
-    full = times.add(5 + TOLD_AT_ONCE, 2.0)
-    assert full == IterationsTimed(first=5, seconds=[0.5] * TOLD_AT_ONCE)
+    assert [times.add(number, 0.5) for number in range(5, 5 + MAX_BATCH)] == [None] * MAX_BATCH
+    full = times.add(5 + MAX_BATCH, 2.0)
+    assert full == IterationsTimed(first=5, seconds=[0.5] * MAX_BATCH)
     after_evaluation = times.add(50, 3.0)
-    assert after_evaluation == IterationsTimed(first=5 + TOLD_AT_ONCE, seconds=[2.0])
+    assert after_evaluation == IterationsTimed(first=5 + MAX_BATCH, seconds=[2.0])
     assert times.rest() == IterationsTimed(first=50, seconds=[3.0])
-    assert [times.add(number, 0.6 * TOLD_AFTER_S) for number in (0, 1)] == [None] * 2
-    assert times.add(2, 1.0) == IterationsTimed(first=0, seconds=[0.6 * TOLD_AFTER_S] * 2), "soon enough to be watched"
+    assert [times.add(number, 0.6 * MAX_BATCH_S) for number in (0, 1)] == [None] * 2
+    assert times.add(2, 1.0) == IterationsTimed(first=0, seconds=[0.6 * MAX_BATCH_S] * 2), "soon enough to be watched"
 
 
 def test_a_rank_that_leads_from_now_on_has_the_times_that_the_dead_one_took_with_it(tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ class DetectorPlace(NamedTuple):
     """What it does: those of different positions are only compared where it is the same."""
 
 
-def declare_slow_beside_peers(
+def declare_slower_than_peers(
     settled: Mapping[DetectorPlace, Series],
     newly_settled: Iterable[DetectorPlace],
     changes: ChangeSettings,
@@ -617,4 +617,4 @@ class Detector:
     ) -> list[tuple[DetectorPlace, Change]]:
         new = [place for place in settled if place not in self._compared]
         self._compared.update(new)
-        return list(declare_slow_beside_peers(settled, new, changes, iteration, self._action_s).items())
+        return list(declare_slower_than_peers(settled, new, changes, iteration, self._action_s).items())

@@ -131,7 +131,7 @@ class Decided(TaggedMessage, tag="decided", frozen=True, kw_only=True):
 
 Message = Begin | Measured | Published | Waits | Decided
 _MESSAGES: SidecarMessages[Message] = SidecarMessages(Message)
-receive, hear = _MESSAGES.receive, _MESSAGES.hear
+receive, receive_async = _MESSAGES.receive, _MESSAGES.receive_async
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
 """From one end of a planner process to the start of the next: twice as long each time, until one has decided."""
@@ -240,7 +240,7 @@ class PlannerClient:
                     send(channel, measured, [report for _, report in own])
             decided = self._answer(channel)
         except (OSError, ChannelEndedError) as cause:
-            raise NoDecisionError(self._lost(cause), None) from cause
+            raise NoDecisionError(self._end_failed(cause), None) from cause
         self._backoff.reset()
         self._costs = decided.costs
         log_lines(decided.lines, self._word)
@@ -308,7 +308,7 @@ class PlannerClient:
                 self._process = Sidecar(module, self._listener, begin, self._patience_s)
         return self._process
 
-    def _lost(self, cause: Exception) -> str:
+    def _end_failed(self, cause: Exception) -> str:
         process, self._process = self._process, None
         how = f"could not be started ({cause})"
         if process is not None:

@@ -22,7 +22,7 @@ from adaptra_megatron.control.sidecar.planner_client import (
     Measured,
     Published,
     Waits,
-    hear,
+    receive_async,
 )
 from adaptra_megatron.control.sidecar.report_connections import Gathering, Reported, ReportServer, round_of
 from adaptra_megatron.control.sidecar.sidecar_process import Notes, allow_connections, packed, serve
@@ -126,7 +126,7 @@ class PlannerProcess:
 
     async def _listen(self) -> None:
         while True:
-            message, along = await hear(self._channel)
+            message, along = await receive_async(self._channel)
             if isinstance(message, Published):
                 self._server.pass_on(message.iteration, along)
                 continue
@@ -153,7 +153,7 @@ class PlannerProcess:
 
 
 async def _work(channel: socket.socket, listener: socket.socket) -> None:
-    begin, _ = await hear(channel)
+    begin, _ = await receive_async(channel)
     assert isinstance(begin, Begin), f"{begin} came first"
     notes = PlannerNotes()
     notes.collect(begin.log_level)

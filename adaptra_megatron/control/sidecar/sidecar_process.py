@@ -78,7 +78,7 @@ class SidecarMessages(Generic[Said]):
         except OSError as cause:
             raise ChannelEndedError(str(cause)) from cause
 
-    async def hear(self, channel: socket.socket) -> tuple[Said, bytes]:
+    async def receive_async(self, channel: socket.socket) -> tuple[Said, bytes]:
         """The next message on a channel that does not block, and what goes along. Raises ChannelEndedError."""
         try:
             body_nbytes, along_nbytes = _sizes(await receive_exactly(channel, _HEAD.size))

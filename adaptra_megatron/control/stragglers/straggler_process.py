@@ -54,7 +54,7 @@ class StragglerDetector:
         """The latest iteration that was judged, and how many were since the last event of all arrivals."""
         self._causes: dict[int, dict[str, tuple[StragglerCause, int]]] = {}
         """By late replica and kind: the cause, and the look in which it showed last."""
-        self._untold: dict[int, tuple[int, Late]] = {}
+        self._unexplained: dict[int, tuple[int, Late]] = {}
         """By late replica: the look in which it was found, and how late it was then, until that is logged."""
         self._looks = 0
         self._seen_s = float("-inf")
@@ -72,29 +72,29 @@ class StragglerDetector:
         late = {each.replica: each for each in self._stragglers.late()}
         for replica in dict.fromkeys(over):
             if replica not in late:
-                self._tell_over(replica)
+                self._log_recovery(replica)
         for each in found:
             if each.replica in late:
-                self._untold[each.replica] = self._looks, each
+                self._unexplained[each.replica] = self._looks, each
         self._explain_all(late, reports)
         lags_s = self._stragglers.lags_s()
         due_s = self._seen_s + _SEEN_EVERY_S * max(1.0, self._replicas * self._stages / _SEEN_CELLS)
         if self._count and (found or over or (now_s >= due_s and self._count >= WINDOW)):
-            self._tell_arrivals()
+            self._log_arrivals()
             self._seen_s = now_s
         cells = (
-            LateCell(cell=Cell(replica, each.stage), cpu=self._cpu(each), told=replica not in self._untold)
+            LateCell(cell=Cell(replica, each.stage), cpu=self._cpu(each), told=replica not in self._unexplained)
             for replica, each in late.items()
         )
         return StragglerVerdict(late=tuple(cells), lags_s=tuple(map(tuple, lags_s)))
 
     def finish(self) -> None:
         """Log what has not been logged yet: findings whose cause is still looked for, and how all cells arrive."""
-        for _, late in list(self._untold.values()):
-            self._tell(late, "healthy")
-        self._tell_arrivals()
+        for _, late in list(self._unexplained.values()):
+            self._log_finding(late, "healthy")
+        self._log_arrivals()
 
-    def _tell_arrivals(self) -> None:
+    def _log_arrivals(self) -> None:
         """Log how all cells have arrived in the latest iterations, if there are new ones."""
         if self._count and self._stragglers.count:
             lags_s = [[round(lag_s, 6) for lag_s in lags_s] for lags_s in self._stragglers.lags_s()]
@@ -102,13 +102,13 @@ class StragglerDetector:
             self._log(ArrivalsSeen(until=self._judged, iterations=self._stragglers.count, lags_s=lags_s, last=last))
         self._count = 0
 
-    def _tell(self, late: Late, before: str) -> None:
+    def _log_finding(self, late: Late, before: str) -> None:
         self._log(self._detection(late.replica, late, before, "late"))
-        self._untold.pop(late.replica, None)
+        self._unexplained.pop(late.replica, None)
 
-    def _tell_over(self, replica: int) -> None:
-        if replica in self._untold:
-            self._tell(self._untold[replica][1], "healthy")
+    def _log_recovery(self, replica: int) -> None:
+        if replica in self._unexplained:
+            self._log_finding(self._unexplained[replica][1], "healthy")
         self._causes.pop(replica, None)
         self._log(self._detection(replica, None, "late", "healthy"))
 
@@ -118,14 +118,14 @@ class StragglerDetector:
         for replica, each in sorted(late.items()):
             new = self._explain(each, late, hosts)
             cell = Cell(replica, each.stage)
-            if replica not in self._untold:
+            if replica not in self._unexplained:
                 if new:
-                    self._tell(each, "late")
+                    self._log_finding(each, "late")
                 continue
             report = reports.get(cell)
             missing = report is not None and report.missing
-            if cell in hosts or missing or self._looks - self._untold[replica][0] >= _FIGURES_WITHIN:
-                self._tell(each, "healthy")
+            if cell in hosts or missing or self._looks - self._unexplained[replica][0] >= _FIGURES_WITHIN:
+                self._log_finding(each, "healthy")
                 self._say_missing(report)
 
     def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
@@ -217,7 +217,7 @@ class JudgeProcess:
         await asyncio.gather(self._listen(), self._look())
 
     async def _listen(self) -> None:
-        message, _ = await TO_JUDGE.hear(self._channel)
+        message, _ = await TO_JUDGE.receive_async(self._channel)
         assert isinstance(message, Finish), f"{message} came instead of the end"
         self._finished.set()
 
@@ -249,7 +249,7 @@ class JudgeProcess:
 
 
 async def _work(channel: socket.socket, listener: socket.socket) -> None:
-    begin, _ = await TO_JUDGE.hear(channel)
+    begin, _ = await TO_JUDGE.receive_async(channel)
     assert isinstance(begin, JudgeBegin), f"{begin} came first"
     notes = Notes()
     notes.collect(begin.log_level)

@@ -23,7 +23,7 @@ from adaptra_megatron.telemetry.figures.scalars import LeaderFigures
 MEASURED_OVER = 3
 """Iterations before and after a switch whose medians are compared: one odd iteration among them changes nothing."""
 
-TOLD_AT_ONCE, TOLD_AFTER_S = 32, 20.0
+MAX_BATCH, MAX_BATCH_S = 32, 20.0
 """Iterations whose times make one event, and the seconds after which fewer do."""
 
 
@@ -132,7 +132,7 @@ class IterationTimes:
         Returns what is to be logged now: a full batch, or one that this iteration does not continue; else None.
         """
         batch = None
-        due = len(self._seconds) >= TOLD_AT_ONCE or sum(self._seconds) >= TOLD_AFTER_S
+        due = len(self._seconds) >= MAX_BATCH or sum(self._seconds) >= MAX_BATCH_S
         if iteration != self._first + len(self._seconds) or due:
             batch = self.rest()
         if not self._seconds:
