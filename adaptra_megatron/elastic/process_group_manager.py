@@ -134,7 +134,6 @@ class FaultTolerantGroups:
         self._recover: Callable[[Exception], None] | None = None
         self.kept = KeptResults()
         """Of operations outside of calls."""
-        self._undo: list[Callable[[], None]] = []
 
     # What torch.distributed sees.
 
@@ -151,15 +150,6 @@ class FaultTolerantGroups:
         for name in ("init_process_group", "new_group"):
             self._replace(name)
 
-    def uninstall(self) -> None:
-        """Let torch.distributed make its own groups again."""
-        if self.early_watch is not None:
-            self.early_watch.close()
-        while self._undo:
-            self._undo.pop()()
-        delattr(dist.Backend, _NAME.upper())
-        dist.Backend.backend_list.remove(_NAME)
-
     def _replace(self, name: str) -> None:
         original = getattr(dist, name)
 
@@ -173,7 +163,6 @@ class FaultTolerantGroups:
             return original(*given, **keywords, backend=_NAME)
 
         setattr(dist, name, made)
-        self._undo.append(lambda: setattr(dist, name, original))
 
     def _create(self, options: Any, _backend_options: Any) -> FaultTolerantGroup:
         """Return what torch's `_new_process_group_helper` takes for the process group itself, as it is a subclass."""
