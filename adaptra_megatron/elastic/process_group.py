@@ -1,8 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group that survives failures of its members: what Megatron holds stays the same object while those behind
-it change.
+"""A process group that survives failures of its members: Megatron holds one object, the groups behind it change.
 
-Its size and its ranks are those of the start, for data-parallel sizes, scalings and schedules count the whole job.
+If a member has failed, or fails while an operation is under way:
+
+1. Inside a call of Megatron's schedules the operation, or `wait` on its handle, raises, and RecoveryManager repeats
+   the whole call. Its outputs are undefined until then.
+2. Outside of calls it returns one result, the same for all live members: it is repeated in the next generation, or
+   copied from a rank that has the result. Handles are completed ones. Gathers of parameters from shards are repeated by
+   all ranks together, at the next operation over all of them (`FaultTolerantGroups.gather_missed`).
+3. A wait for members raises EpochEndedError once the set of live ranks has changed, LateRankError after the job's
+   timeout, or the backend's error. None of them is an error of this rank (`failure_errors.is_communication`).
+4. Sums, maxima and minima are over live members. Of a state that several of them hold, one addend counts.
+5. What only failed members had is never made up: gathering it raises UnwrittenError. Broadcasts of it, scatter,
+   all-to-all, other reductions, and reduce-scatter without shards raise RuntimeError. These errors end the job.
+6. `size()` and `rank()` stay those of the start, but within `FaultTolerantGroups.numbered_alive`.
+7. After `FaultTolerantGroups.leave`, no operation of an earlier generation writes into anything that Megatron reads.
+
+Size and ranks stay, as data-parallel sizes, scalings and schedules count the whole job. Operations outside of calls are
+repeated one by one, as Megatron-LM's training loop cannot be run again from its middle.
 """
 
 from __future__ import annotations
@@ -144,13 +159,11 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs do not know that Python ma
 
 
 class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
-    """One of this process's. Operations are those of torch.distributed, which calls these methods.
+    """One group of this process, whose methods torch.distributed calls. The rules stand above.
 
-    Where members have failed: reductions are over those that live; gathering what only the failed had raises
-    UnwrittenError, but for callers that are known to take no notice of it. A group that spans stages of one replica is
-    joined with those of the other replicas, and for each stage the lowest live replica counts: after data-parallel
-    reduction all of a stage hold the same. In the same way groups within one of several optimizer instances are joined
-    with those of the others, for each shard.
+    Where ranks have failed, a group that spans stages of one replica is joined with those of the other replicas. For
+    each stage the lowest live replica counts: after data-parallel reduction all of a stage hold the same. Groups within
+    one of several optimizer instances are joined with those of the others in the same way, for each shard.
     """
 
     def __init__(self, groups: FaultTolerantGroups, ranks: Sequence[int], rank: int, description: str) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All process groups of one process that survive failures of their members, and what stands behind them in each
-generation.
+"""All fault-tolerant process groups of one process, and the groups of torch behind them in each generation.
 
-Inside a call of Megatron's schedules an operation that loses a member raises, and the call is attempted again. Outside
-of calls each has one result: it is repeated, on new tensors, until it is done or another rank has it (`kept_results`).
-Before the next generation begins, nothing of the one before may write any more (`fence`).
+What callers may rely on stands in `process_group`. It is kept by three means: operations outside of calls run on new
+tensors, and their results are kept until the next commit (`fence.KeptResults`); waits are sliced, so that they see the
+end of a generation; and `leave` returns only once nothing of the generation can write any more (`fence.Fence`).
 """
 
 from __future__ import annotations
@@ -185,8 +184,8 @@ class FaultTolerantGroups:
     # What each generation puts behind them.
 
     def begin(self, layout: JobLayout, control: ControlStore, recover: Callable[[Exception], None]) -> None:
-        """Outlive members from now on. `recover`: goes on in the next generation, in which an operation outside of
-        calls that has failed is repeated, or raises."""
+        """Survive failures of members from now on. `recover`: enters the next generation, in which an operation outside
+        of calls that has failed is repeated, or raises."""
         if self.early_watch is not None:
             self.early_watch.close()
         self._layout, self._recover = layout, recover
