@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of process groups that survive failures: what a failed member alone had is refused, and no wait is endless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, is_communication
+from adaptra_megatron.elastic.generation import Generation, GenerationId
+from adaptra_megatron.elastic.process_group import FaultTolerantGroup, UnwrittenError
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
+
+REPLICAS = 3
+
+
+class Native:
+    """Torch's own group of the live members, whose operations are done at once and change nothing."""
+
+    is_gloo = True
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_given: Done()
+
+
+class Done:
+    def wait(self, _timeout: timedelta) -> None:
+        pass
+
+
+class Stuck:
+    """An operation whose peer neither comes nor fails."""
+
+    def wait(self, _timeout: timedelta) -> None:
+        raise RuntimeError("Timed out waiting 20ms for recv operation to complete")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def without_rank_1(*, replicas: int = REPLICAS) -> tuple[FaultTolerantGroups, FaultTolerantGroup]:
+    """The groups of rank 0 and the one of all data-parallel ranks, once rank 1 has failed."""
+    groups = FaultTolerantGroups()
+    groups._layout = JobLayout(0, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in range(replicas)})
+    group = FaultTolerantGroup(groups, range(replicas), 0, "data#0")
+    groups._groups.append(group)
+    groups.enter(Generation(GenerationId(1), frozenset(range(replicas)) - {1}, frozenset()), None)  # type: ignore[arg-type]
+    groups._natives[group, "cpu"] = Native()  # type: ignore[assignment]
+    groups._timeout_s = 0.1
+    return groups, group
+
+
+def one() -> torch.Tensor:
+    return torch.ones(REPLICAS)
+
+
+def broadcast_of_rank_1(group: FaultTolerantGroup) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 1
+    group.broadcast([one()], options)
+
+
+def product(group: FaultTolerantGroup) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.PRODUCT
+    group.allreduce([one()], options)
+
+
+REFUSED: dict[str, Callable[[FaultTolerantGroup], object]] = {
+    "broadcast of what a failed rank had": broadcast_of_rank_1,
+    "product": product,
+    "scatter": lambda group: group.scatter([one()], [[one()] * REPLICAS], dist.ScatterOptions()),
+    "reduce-scatter": lambda group: group.reduce_scatter([one()], [[one()] * REPLICAS], dist.ReduceScatterOptions()),
+    "all-to-all": lambda group: group.all_to_all_single(one(), one(), [], [], dist.AllToAllOptions()),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in-a-call"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_operations_that_need_a_failed_member_are_refused_as_this_rank_s_error(name: str, inside: bool) -> None:
+    groups, group = without_rank_1()
+    groups._inside = inside
+    with pytest.raises(RuntimeError, match="data#0") as refusal:
+        REFUSED[name](group)
+    assert not is_communication(refusal.value), "or it would be repeated for ever"
+
+
+def test_gathering_what_a_failed_rank_had_is_refused_unless_its_part_is_ignored() -> None:
+    groups, group = without_rank_1()
+    parts = [torch.full((1,), -1.0) for _ in range(REPLICAS)]
+    with pytest.raises(UnwrittenError) as refusal:
+        group.allgather([parts], [torch.zeros(1)])
+    assert (refusal.value.group, refusal.value.missing) == ("data#0", (1,))
+    assert not is_communication(refusal.value)
+    with groups.ignoring_failed_members():
+        group.allgather([parts], [torch.zeros(1)])
+    assert parts[1].item() == -1.0
+
+
+def test_size_and_rank_stay_those_of_the_start() -> None:
+    _, group = without_rank_1()
+    assert (group.size(), group.rank(), group.members) == (REPLICAS, 0, (0, 2))
+
+
+def test_a_wait_for_a_member_that_neither_comes_nor_fails_ends_after_the_timeout() -> None:
+    groups, _ = without_rank_1()
+    with pytest.raises(LateRankError, match=r"longer than 0\.1 s"):
+        groups.wait_for(Stuck())
+
+
+def test_a_wait_ends_with_its_generation() -> None:
+    groups, _ = without_rank_1()
+    groups.ended.set()
+    with pytest.raises(EpochEndedError, match="generation 1 has ended"):
+        groups.wait_for(Stuck())
