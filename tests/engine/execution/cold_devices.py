@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of `emulation.variants` whose devices are cold at first: `cold_devices.py VARIANTS.json REPORT.json WAITS`.
+"""Ranks of `testing.jobs.variants` whose devices are cold at first: `cold_devices.py VARIANTS.json REPORT.json WAITS`.
 
 Computing on the CPU loads no kernels; all that is made up is that it does. WAITS is a directory, in which each rank
 writes a line whenever it waits for its device: which of its iterations is under way, evaluations counted too.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of `emulation.variants` whose training loop hands its process groups over, as callers with groups of their own
-do: `explicit_groups.py VARIANTS.json REPORT.json`."""
+"""Ranks of `testing.jobs.variants` whose training loop hands its process groups over, as callers with groups of their
+own do: `explicit_groups.py VARIANTS.json REPORT.json`."""
 
 from __future__ import annotations
 

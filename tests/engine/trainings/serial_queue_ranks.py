@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of `emulation.variants` whose device has one hardware queue that is taken for a serial one, and of which the
+"""Ranks of `testing.jobs.variants` whose device has one hardware queue that is taken for a serial one, and of which the
 last gets no host path: `serial_queue_ranks.py VARIANTS.json REPORT.json`."""
 
 from __future__ import annotations
