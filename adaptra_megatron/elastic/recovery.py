@@ -132,7 +132,7 @@ class RecoveryManager:
         """Those that have been logged."""
         self._lost: dict[str, str] = {}
         """What was lost since then: names of ranks, and why."""
-        self.rank_losses: list[RankFailure] = []
+        self.rank_failures: list[RankFailure] = []
         """All that have been got over."""
         self._returns: list[Return] = []
         self._latest: Membership | None = None
@@ -469,8 +469,8 @@ class RecoveryManager:
             return
         generation, seconds = self.generation, time.monotonic() - self._struck_s
         dead_cells = tuple(sorted(generation.dead_cells))
-        loss = RankFailure(generation.id.membership, self._lost, dead_cells, len(generation.live), seconds)
-        self.rank_losses.append(loss)
+        failure = RankFailure(generation.id.membership, self._lost, dead_cells, len(generation.live), seconds)
+        self.rank_failures.append(failure)
         if self._layout.rank == min(generation.live):
             logger.warning("what was under way has been redone %.2f s after the loss was seen", seconds)
         self._struck_s, self._lost = None, {}

@@ -259,7 +259,7 @@ class Recovery(IterationHooks):
         lost = FailureMetrics(
             dead_cells=sorted((cell.replica, cell.stage) for cell in manager.generation.dead_cells),
             ranks=manager.ranks_lost,
-            seconds={each.epoch: each.seconds for each in manager.rank_losses},
+            seconds={each.epoch: each.seconds for each in manager.rank_failures},
         )
         return replace(figures, lost=lost)
 
@@ -268,10 +268,10 @@ class Recovery(IterationHooks):
         manager, pipeline = self.manager, self.pipeline
         leads = pipeline.job.layout.rank == min(manager.generation.live)
         moved = [move for each in pipeline.hooks if isinstance(each, Rerouting) for move in each.moved_from_dead]
-        failures = manager.rank_losses[self._failures_logged :] if leads else ()
+        failures = manager.rank_failures[self._failures_logged :] if leads else ()
         for change in _membership_events(failures, manager.take_returns(), tuple(moved)):
             pipeline.telemetry.log(change)
-        self._failures_logged = len(manager.rank_losses)
+        self._failures_logged = len(manager.rank_failures)
 
     def fail(self, cause: BaseException) -> None:
         """See IterationHooks."""
@@ -300,16 +300,16 @@ def _agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> 
 
 
 def _membership_events(
-    rank_losses: Sequence[RankFailure], returns: Sequence[Return], moved: Sequence[Moved]
+    rank_failures: Sequence[RankFailure], returns: Sequence[Return], moved: Sequence[Moved]
 ) -> Iterator[RanksLost | RanksReturned]:
     """Events of ranks that were lost and that came back. `moved`: by the routes since then."""
-    for loss in rank_losses:
+    for failure in rank_failures:
         yield RanksLost(
-            epoch=loss.epoch,
-            ranks=loss.ranks,
-            dead_cells=tuple(map(str, loss.dead_cells)),
-            live=loss.live,
-            seconds=loss.seconds,
+            epoch=failure.epoch,
+            ranks=failure.ranks,
+            dead_cells=tuple(map(str, failure.dead_cells)),
+            live=failure.live,
+            seconds=failure.seconds,
             moved=moved,
         )
     for each in returns:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.gradsync.sync_modes.mode_decider import simulated_pace
 from adaptra_megatron.gradsync.sync_modes.modes import (
     STRAGGLING,
     Mode,
@@ -21,6 +20,7 @@ from adaptra_megatron.gradsync.sync_modes.modes import (
     stragglers,
 )
 from adaptra_megatron.schedule.ir import ScheduleError
+from testing.update_simulation import simulated_pace
 
 BOUND = 4
 NOISES = (0.0, 5.0, 100.0, float("inf"))
