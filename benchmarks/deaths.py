@@ -280,7 +280,7 @@ def real_table(action_ms: int) -> list[str]:
             f"| {name} | {measured_s:.3f} | {bound_s:.3f} | {bound_s / measured_s:.3f} "
             f"| {emulated_s:.3f} | {computed_s:.3f} | {waited_s:.3f} | {measured_s - computed_s - waited_s:.3f} |"
         )
-        for found in re.findall(r"redone ([0-9.]+) s after", log):
+        for found in re.findall(r"run again ([0-9.]+) s after", log):
             lines[-1] += f"\n\nWhat was under way had been redone {found} s after the loss was seen."
     return lines
 
@@ -324,7 +324,7 @@ def main() -> None:
         real = real_table(arguments.action_ms)
     else:
         real = [REAL + page.read_text().partition(REAL)[2].rstrip()]
-    (redo_s,) = re.findall(r"redone ([0-9.]+) s after", "".join(real))
+    (redo_s,) = re.findall(r"run again ([0-9.]+) s after", "".join(real))
     rows = simulated(REPLICAS, MICRO_BATCHES, (1, 2, 4, 8), arguments.draws)
     lines = [
         "# Throughput when cells have died",

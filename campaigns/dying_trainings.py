@@ -232,7 +232,7 @@ def _without_losses(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def pauses_s(results: Sequence[RankResult]) -> list[float]:
     """Seconds from each death that was seen to the commit of what was redone."""
     texts = (result.output for result in results if result.returncode == 0)
-    return [float(found) for text in texts for found in re.findall(r"redone ([0-9.]+) s after", text)]
+    return [float(found) for text in texts for found in re.findall(r"run again ([0-9.]+) s after", text)]
 
 
 def left_behind(directory: Path, timeout_s: float = LEFT_BEHIND_S) -> list[str]:

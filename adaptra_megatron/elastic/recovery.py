@@ -464,7 +464,7 @@ class RecoveryManager:
             self._watch.report(Stalled(ranks, why, self._rank.next.admitted))
 
     def _got_over(self) -> None:
-        """What was under way has been done again, if a rank failed in it."""
+        """Record and log the recovery, if a rank failed during the work that has just been run again."""
         if self._struck_s is None:
             return
         generation, seconds = self.generation, time.monotonic() - self._struck_s
@@ -472,7 +472,7 @@ class RecoveryManager:
         failure = RankFailure(generation.id.membership, self._lost, dead_cells, len(generation.live), seconds)
         self.rank_failures.append(failure)
         if self._layout.rank == min(generation.live):
-            logger.warning("what was under way has been redone %.2f s after the loss was seen", seconds)
+            logger.warning("recovered: interrupted work was run again %.2f s after the failure was detected", seconds)
         self._struck_s, self._lost = None, {}
 
     # Failures of others.

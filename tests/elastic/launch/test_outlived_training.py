@@ -29,7 +29,7 @@ def test_a_rank_that_stands_still_is_ended_and_outlived(launches: Launches, tmp_
     assert "rank 1 (stage 0 on" in launched.output
     assert "no answer for 10.0 s" in launched.output
     assert "stood still: 3 other ranks waited for 10.0 s, and was killed by SIGKILL" in launched.output
-    assert "what was under way has been redone" in launched.output
+    assert "recovered: interrupted work was run again" in launched.output
     assert {path.name for path in (tmp_path / "stopped").glob("rank*.pt")} == {"rank0.pt", "rank2.pt", "rank3.pt"}
 
 
@@ -121,7 +121,7 @@ def test_a_killed_rank_is_outlived(launches: Launches, tmp_path: Path) -> None:
         arguments = layout.arguments(tmp_path / name, deaths)
         launched.append(launches.launch("--nproc-per-node", 4, "--no-kill", TRAIN_GPT, *arguments))
         assert launched[-1].wait(120) == 0, launched[-1].output
-    assert "what was under way has been redone" in launched[1].output
+    assert "recovered: interrupted work was run again" in launched[1].output
     assert not (tmp_path / "death" / "rank1.pt").exists()
     for rank in (0, 2, 3):
         distances = relative_distances(dumped(tmp_path / "peace", rank), dumped(tmp_path / "death", rank))

@@ -110,7 +110,7 @@ def test_caps_of_activations_hold_without_ranks_that_have_died(
     """A cell of the first stage may hold three of six micro-batches."""
     results = run(tmp_path, fork_server, [STRUCK_RANKS, "cap:0"], "--adaptra-max-in-flight 3")
     assert "struck: held 3 at most, of {3.0}" in results[0].output, results[0].output
-    assert "what was under way has been redone" in results[0].output
+    assert "recovered: interrupted work was run again" in results[0].output
     assert not problems(LAYOUT, peace, tmp_path, results)
 
 
