@@ -388,13 +388,16 @@ class FaultTolerantGroups:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was launched. Raises EpochEndedError as all waits."""
+        """Wait until the device has done what was launched. Raises EpochEndedError and LateRankError as all waits."""
         if not torch.cuda.is_available():
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
+        deadline_s = time.monotonic() + self._timeout_s
         while not event.query():
             self.check()
+            if time.monotonic() >= deadline_s:
+                raise LateRankError(f"timed out: the device has not done its work within {self._timeout_s:g} s")
 
     def operations(self) -> dict[str, int]:
         """Return how many operations outside of calls each group has carried out since the last commit, by its name."""

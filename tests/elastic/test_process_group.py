@@ -119,3 +119,21 @@ def test_a_wait_ends_with_its_generation() -> None:
     groups.ended.set()
     with pytest.raises(EpochEndedError, match="generation 1 has ended"):
         groups.wait_for(Stuck())
+
+
+def test_a_device_that_hangs_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return False
+
+    groups, _ = without_rank_1()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with pytest.raises(LateRankError, match="the device has not done its work within 0.1 s"):
+        groups.synchronize()
+    groups.ended.set()
+    with pytest.raises(EpochEndedError):
+        groups.synchronize()
