@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_FROM_ENVIRONMENT = re.compile(r"\$\{([A-Z_][A-Z0-9_]*):-?(.*)\}")
+"""A variable and its default, as in recipes of Primus: `${PRIMUS_TP:1}`."""
 _DEEPEST = 6
 """Levels of objects within objects: a NeMo recipe has the model's settings on its fourth."""
 
@@ -72,6 +75,8 @@ def settings_of_objects(root: Any) -> SimpleNamespace:
             fields = _fields(each)
             if "enabled" in fields and found.get(place) is None:  # as Bridge's `inprocess_restart`
                 found[place] = fields["enabled"]
+            if place and _value(str(fields.get("enabled"))) is False:
+                continue  # what a section that is off says counts for nothing, as in NeMo-RL's `fp8_cfg`
             for name, value in fields.items():
                 configurations = [
                     one for one in (value if isinstance(value, (list, tuple)) else [value]) if _fields(one)
@@ -140,6 +145,8 @@ def _complete(settings: dict[str, Any]) -> SimpleNamespace:
 
 
 def _value(word: str) -> Any:
+    if variable := _FROM_ENVIRONMENT.fullmatch(word):
+        word = os.environ.get(variable[1], variable[2])
     if not _NUMBER.fullmatch(word):
         return {"true": True, "false": False, "none": None, "null": None}.get(word.lower(), word)
     return float(word) if re.search(r"[.eE]", word) else int(word)

@@ -130,6 +130,11 @@ SEEN_IN_ARGUMENTS = (
         lambda arguments: getattr(arguments, "pipeline_model_parallel_comm_backend", None) == "ucc",
         "links between stages are made here, over NCCL and host memory, and UCC would carry none of their messages",
     ),
+    Refusal(
+        "Primus's own pipeline schedules (patch_primus_pipeline, patch_zero_bubble)",
+        _either("patch_primus_pipeline", "patch_zero_bubble"),  # enable_zero_bubble alone, its default, changes nothing
+        "they replace the same function of Megatron's",
+    ),
 )
 
 _GRAPH = "--optimizer-cuda-graph"

@@ -208,6 +208,14 @@ SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
         "refused",
     ),
     "a section that is off": ({"inprocess_restart": {"enabled": False}}, "starts"),
+    "settings of a section that is off": ({"fp8_cfg": {"enabled": False, "cuda_graph_impl": "local"}}, "starts"),
+    "settings of a section that is on": ({"fp8_cfg": {"enabled": True, "cuda_graph_impl": "local"}}, "refused"),
+    "defaults of variables": (
+        {"modules": {"pre_trainer": {"overrides": {"tensor_model_parallel_size": "${UNSET_BY_ALL:1}"}}}},
+        "starts",
+    ),
+    "Primus's defaults": ({"overrides": {"patch_zero_bubble": False, "enable_zero_bubble": True}}, "starts"),
+    "Primus's own schedule": ({"overrides": {"patch_primus_pipeline": True, "pp_algorithm": "v-half"}}, "refused"),
     "numbers as words": ({"num_layers": "8", "gtp_weight_remat_size": "2"}, "refused"),
     "turned off": ({"tp_comm_overlap": True, "tensor_model_parallel_size": 8, "no_tp_comm_bulk_wgrad": True}, "starts"),
 }
@@ -221,6 +229,13 @@ def test_spellings(spelling: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({**PP, **changes}))
     assert prospects_of(settings_of_objects({**PP, **changes})).verdict == verdict
     assert main(["check", "--settings", str(path)]) == (verdict == "refused")
+
+
+def test_variables_of_the_environment_count_more_than_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {**PP, "cuda_graph_impl": "${GRAPHS_OF_A_RECIPE:none}"}
+    assert settings_of_objects(document).cuda_graph_impl is None
+    monkeypatch.setenv("GRAPHS_OF_A_RECIPE", "local")
+    assert prospects_of(settings_of_objects(document)).verdict == "refused"
 
 
 def test_lists_give_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
