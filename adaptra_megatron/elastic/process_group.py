@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, Work
+from torch.distributed.distributed_c10d import _world
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
@@ -239,7 +240,9 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [self._groups.device]
+        # None while torch makes the group: from 2.15 on it would attach its flight recorder, which asks for the name of
+        # a backend that the group has not.
+        return [self._groups.device] if self in _world.pg_map else []
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return the name under which torch has registered these groups."""
