@@ -103,14 +103,14 @@ class RoutingSection(Section):
     """Other routes of micro-batches between replicas."""
 
     number: int
-    """Counts routes; 0: every micro-batch stays in its replica, and the order of actions is the plan's."""
+    """Number of these routes, ascending; 0: every micro-batch stays in its replica, in the plan's order."""
     micro_batches: int
     """Number of micro-batches of each replica, in the iterations that the routes are for."""
     moved: tuple[Moved, ...] = ()
     orders: Mapping[str, str] = field(default_factory=dict)
-    """By cell ("replica.stage"): its `CellOrder`, packed. Each travels apart, to the ranks of its cell alone."""
+    """Packed `CellOrder` of each cell ("replica.stage"). Each is sent by itself, to the ranks of its cell alone."""
     slowness: tuple[float, ...] = ()
-    """Where nothing is routed, how many times as long as the fastest replica each takes; empty: they are alike."""
+    """Time of each replica over the fastest one's, where nothing is routed; empty: all are alike."""
 
 
 _figures_of: Decoder[JobFigures] = Decoder(JobFigures, MOST_FIGURES_NBYTES)

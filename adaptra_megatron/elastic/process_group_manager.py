@@ -253,7 +253,8 @@ class FaultTolerantGroups:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of Megatron's schedules: what fails raises, and is not repeated by itself."""
+        """Mark a call of Megatron's schedules, in which a failed operation raises instead of being repeated (rule 1 of
+        process_group.py)."""
         self._inside = True
         try:
             yield

@@ -21,16 +21,16 @@ logger = logger_of(__name__)
 
 
 class Group(PeerExchange, Protocol):
-    """Ranks that sums are made over: see `Peers`."""
+    """The ranks that gradients are summed over: see `Peers`."""
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        """Sum by the library."""
+        """Sum `values` in place over the ranks, by torch's all-reduce."""
 
     def settle(self) -> None:
-        """Wait for all of it."""
+        """Wait until all started sums are done."""
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return what all hand in."""
+        """Return the `values` of every rank, in rank order."""
 
 
 class _Waited(NamedTuple):
@@ -38,7 +38,7 @@ class _Waited(NamedTuple):
 
     place: int
     seconds: float
-    """In which this replica was in it."""
+    """Seconds that this replica spent in it."""
     stock_nbytes: int
     """See `Lateness.saw`."""
 

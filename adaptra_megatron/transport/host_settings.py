@@ -21,8 +21,8 @@ class HostSettings:
     """Settings of one HostTransport; all stages of a pipeline must have the same."""
 
     transport: str = "auto"
-    """auto: shm within a host, verbs between hosts where it works, else tcp. shm, tcp: that one. verbs: that, or
-    auto where it does not work."""
+    """auto: shm within a host; between hosts verbs where it works, else tcp. shm, tcp: always that one. verbs: verbs
+    where it works, else as auto."""
     timeout_s: float = 600.0
     """Longest time for a message to get into a ring, and for links to come up, in seconds."""
     interface: str | None = None

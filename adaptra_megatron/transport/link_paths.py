@@ -54,33 +54,35 @@ class PathSettings:
     measuring_probes: int = 3
     """Number of probes in a burst that measures the path that is not in use."""
     first_rest_s: float = 0.5
+    """Pause after the first failure of the device path; it doubles with each failure."""
     longest_rest_s: float = 60.0
-    """Longest pause after a failure of the device path; it doubles with each failure."""
+    """Longest of these pauses."""
     forgiven_after_s: float = 60.0
     """Healthy time of a device session after which earlier failures are forgotten."""
 
 
 def why_down(died: str | None, latest: str) -> str:
-    """Return why a device path is down: end of the last healthy session, and of the latest attempt at another."""
+    """Return why a device path is down: why its last healthy session ended and, if different, why the latest attempt
+    failed."""
     return latest if died in (None, latest) else f"{died}; since then: {latest}"
 
 
 class TransferTimes:
-    """Longest time for a message of the device path before that counts as failed, given the latest message's time."""
+    """Time that a message may take on the device path before the path counts as failed, by the latest message's."""
 
     def __init__(self, settings: PathSettings) -> None:
         self._settings = settings
         self._s_per_byte = 0.0
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """Record the time of the latest message, at least; 0 if it had arrived before it was waited for. Small ones
-        do not count."""
+        """Record a lower bound of the latest message's time; 0 if the message had arrived before the wait for it.
+        Messages of at most PROBE_NBYTES are ignored."""
         if nbytes > PROBE_NBYTES:
             self._s_per_byte = seconds / nbytes
 
     def allowed_s(self, nbytes: int) -> float:
-        """Return the time for a message of `nbytes` beyond `stall_s`: its time on a slow path, or twice the latest's
-        per byte."""
+        """Return the seconds beyond `stall_s` for a message of `nbytes`: at `slow_nbytes_per_s`, or at half the latest
+        message's rate if that is slower; at most `longest_transfer_s`."""
         s_per_byte = max(1.0 / self._settings.slow_nbytes_per_s, 2.0 * self._s_per_byte)
         return min(self._settings.longest_transfer_s, nbytes * s_per_byte)
 

@@ -14,7 +14,7 @@ HEADER_NUMBERS = 1 + _DIMENSIONS
 
 
 def encode_shape(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [9]: the number of dimensions, then the dimensions, then zeros. Raises TransportError beyond 8."""
+    """Return a header, int64 [9]: number of dimensions, dimensions, zeros. Raises TransportError for more than 8."""
     if len(shape) > _DIMENSIONS:
         raise TransportError(f"a message of shape {tuple(shape)} has more than {_DIMENSIONS} dimensions")
     padded = [len(shape), *shape, *[0] * (_DIMENSIONS - len(shape))]
@@ -22,7 +22,7 @@ def encode_shape(shape: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def decode_shape(header: torch.Tensor) -> tuple[int, ...]:
-    """The inverse of `encode_shape`; raises TransportError for a header that no sender writes."""
+    """Return the shape in a header of `encode_shape`. Raises TransportError for an impossible header."""
     dimensions, *sizes = header.tolist()
     if not 0 <= dimensions <= _DIMENSIONS or any(size < 0 for size in sizes):
         raise TransportError(f"received an impossible shape header {header.tolist()}")

@@ -25,11 +25,12 @@ from adaptra_megatron.control.detector.observations import ChangeSettings, Detec
 Array = npt.NDArray[np.float64]
 
 MIN_MESSAGES = 6
-"""Fewer do not tell a bandwidth."""
+"""Fewest messages that a bandwidth is fitted to."""
 TELLING = 0.7
-"""A bandwidth is believed if latencies disagree by no more than this share of what they do without it."""
+"""A fitted bandwidth is used if the spread of the latencies that it leaves is at most this share of the spread
+without it."""
 OUTLIERS = 0.1
-"""Share of the messages whose disagreement is not looked at."""
+"""Share of the messages that are left out of the spread: those farthest off."""
 CANDIDATES = 16
 _NEGLIGIBLE = 0.01
 """Share of the occupancy: latencies that disagree by less without it need no explaining."""

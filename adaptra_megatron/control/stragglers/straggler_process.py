@@ -213,7 +213,7 @@ class JudgeProcess:
         self._server.listen(listener)
 
     async def work(self) -> None:
-        """Until the rank has it finish. Raises ChannelEndedError where the channel ends before."""
+        """Judge reports until the rank sends Finish. Raises ChannelEndedError if its channel ends before."""
         await asyncio.gather(self._listen(), self._look())
 
     async def _listen(self) -> None:

@@ -254,7 +254,8 @@ class StragglerWatch:
         )
 
     def _hand_in(self, link: ReportLink, store: SealedStore, number: int) -> bool:
-        """Report over a connection that is seen to here. Returns False where there is no judge any more."""
+        """Send a report, over a connection that this opens where there is none. Return False once the straggler process
+        has ended."""
         if link.connection is None and (entry := store.peek(ADDRESS_KEY)) is not None:
             if not entry:
                 return False
@@ -271,7 +272,7 @@ class StragglerWatch:
         return True
 
     def _follow(self, store: SealedStore) -> None:
-        """Look at what is found, and do what there is to be done about it."""
+        """Read the latest verdict, and apply it."""
         entry = store.peek(LATE_KEY)
         late = self._late = () if entry is None else late_of(entry)
         if self._shows and not self._judges and (entry := store.peek(LAGS_KEY)) is not None:

@@ -249,9 +249,9 @@ def _tail(log: Path) -> str:
 
 
 def _end_of(text: str, *, cut: bool = False) -> str:
-    """As much of a text's end as goes into a report: whole lines, or the end of one that is too long for that.
+    """Return the end of a text, at most DETAILS_NCHARS: whole lines, or the end of a line that is longer.
 
-    `cut`: it is the end of a longer one.
+    `cut`: `text` itself is the end of a longer text.
     """
     if len(text) <= DETAILS_NCHARS and not cut:
         return text

@@ -57,11 +57,11 @@ _PATIENCE_S = 10.0
 
 
 class StageTeamError(LateRankError):
-    """A rank of the stage does not take part any more; names this rank, the stage, that rank and the remedy."""
+    """Another rank of the stage no longer takes part; names this rank, the stage, that rank and the remedy."""
 
 
 class StageTeam:
-    """One rank's end of what the leader of its cell says. Used by one thread, but for `abort`."""
+    """One rank's end of the messages from its cell's leader. Used by one thread, except for `abort`."""
 
     def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float) -> None:
         """Called by all ranks of the cell at the same point. Raises StageTeamError when they do not come within

@@ -46,11 +46,11 @@ class Addresses:
         return MessageKey(self.iteration, direction, message.chunk, number, self.attempt)
 
     def key_in_pipeline(self, key: MessageKey) -> MessageKey:
-        """The same by the number of its micro-batch in the program."""
+        """Return the key with the micro-batch's index in the program in place of the job-wide one."""
         return key._replace(micro_batch=key.micro_batch - self._first)
 
     def in_pipeline(self, times: Sequence[MessageTimes]) -> list[MessageTimes]:
-        """Times of messages within the pipeline, by its stages and by the numbers of micro-batches in the program."""
+        """Return the times of messages within the pipeline; peers are stages, micro-batches indices in the program."""
         pipeline = self.ranks if self.pipeline is None else self.pipeline
         return [
             entry._replace(peer=pipeline.index(entry.peer), key=self.key_in_pipeline(entry.key))
@@ -59,12 +59,12 @@ class Addresses:
         ]
 
     def nbytes(self, times: Iterable[MessageTimes]) -> dict[int, int]:
-        """Bytes of the messages of each micro-batch, by its number in the program."""
+        """Return the bytes of each micro-batch's message, by the micro-batch's index in the program."""
         return {self.key_in_pipeline(entry.key).micro_batch: entry.nbytes for entry in times}
 
     @property
     def _first(self) -> int:
-        """Return what the replica's first micro-batch is in the job."""
+        """Return the job-wide index of the replica's first micro-batch."""
         return self.replica * (self.micro_batches or 0)
 
 

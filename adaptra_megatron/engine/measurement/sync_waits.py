@@ -32,7 +32,7 @@ class Moments(Protocol):
 
 
 class ClockMoments:
-    """Marks in computation that blocks the thread."""
+    """Time stamps in computation that blocks the thread, as on a CPU: those of the host's clock."""
 
     mark = staticmethod(time.monotonic)
 

@@ -303,13 +303,13 @@ class Rerouting(IterationHooks):
 
     @property
     def moved_from_dead(self) -> tuple[Moved, ...]:
-        """Return what training's routes around dead cells move, on the rank that has planned them."""
+        """Return the moves of the routes around dead cells, on the rank that has planned them; () elsewhere."""
         planned = None if self._degraded is None else self._degraded.planned
         return () if planned is None else planned.moved
 
     @property
     def swapped_micro_batches(self) -> int:
-        """Number of other replicas' micro-batches that this one has taken by swaps, so far."""
+        """Return the number of other replicas' micro-batches that this replica has computed by swaps so far."""
         return 0 if self._inputs is None else self._inputs.swapped
 
     def follow(self, decision: Decision) -> None:

@@ -142,14 +142,14 @@ class ExportedFigures:
         leader: LeaderFigures | None = None,
         arrivals: ArrivalFigures | None = None,
     ) -> None:
-        """Export these from now on; `iterations`: how many are done. Keeps the job's figures where there are no new;
-        exports them on a rank that leads, which has `leader`. `arrivals`: on the rank that finds who comes last."""
+        """Replace the exported figures. `iterations`: number of finished iterations. `job`: None keeps the last
+        ones; only a leader, which passes `leader`, exports them. `arrivals`: of the rank that finds stragglers."""
         kept = self._snapshot.job if self._snapshot is not None else JobFigures()
         shown = kept if job is None else job
         self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader, arrivals=arrivals)
 
     def samples(self) -> Iterator[Samples]:
-        """All that is known now; nothing before the first iteration has ended."""
+        """Yield the present value of every metric; none before the first iteration has ended."""
         snapshot = self._snapshot
         if snapshot is None:
             return
@@ -170,13 +170,13 @@ class ExportedFigures:
             yield from self._of_leader(snapshot.leader)
 
     def _of_arrivals(self, arrivals: ArrivalFigures) -> Iterator[Samples]:
-        """Return which replicas come last to gradient synchronisation, and by how much."""
+        """Yield which replicas come last to gradient synchronisation, and each cell's lag in seconds."""
         lags_s: _Values = {tuple(map(str, cell)): lag_s for cell, lag_s in arrivals.by_cell.items()}
         yield self._samples("adaptra_arrival_lag_seconds", lags_s)
         yield self._samples("adaptra_replica_late", {(str(replica),): 1.0 for replica in arrivals.late})
 
     def _of_job(self, job: JobFigures) -> Iterator[Samples]:
-        """Return what all ranks' measurements say, by the rank that leads."""
+        """Yield the figures that the leader derives from all ranks' measurements: bubble, links, stages."""
         if job.bubble_fraction is not None:
             yield self._samples("adaptra_bubble_ratio", {(): job.bubble_fraction})
         ends = {

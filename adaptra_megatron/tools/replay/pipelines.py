@@ -27,7 +27,7 @@ _TABLES = {
     Kind.BACKWARD_WEIGHT: "backward_weight_s",
 }
 _HALF = 0.5
-"""Share of a whole backward that its input gradient is taken for, where the parts were not recorded."""
+"""Assumed share of the input gradient in a whole backward, where the two were not recorded apart."""
 
 Place = tuple[int, int, int]
 """Stage, chunk and micro-batch."""
@@ -35,8 +35,8 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPipelines:
-    """One step of all replicas. Seconds of a micro-batch are its stage's usual ones, times how slow the cell is, times
-    what is the micro-batch's own."""
+    """One step of all replicas. The time of a micro-batch at a cell is the stage's median, times the cell's slowness,
+    times the micro-batch's own factor."""
 
     schedule: Schedule
     """The order that ran, of the first replica."""
@@ -44,11 +44,11 @@ class RecordedPipelines:
     """Numbers of the replicas."""
     replicas: tuple[Costs, ...]
     slowness: Mapping[Cell, float]
-    """Over all steps: what the cell takes, over what the cells of its stage usually take."""
+    """Time of each cell over the median of its stage's cells, over all steps."""
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether the halves of backwards were recorded, and are not guessed."""
+        """Return whether input and weight gradients were recorded apart, and not estimated."""
         return self.schedule.splits_backward
 
 

@@ -237,7 +237,7 @@ def _states_of_links(after: PartFinding) -> dict[Link, str]:
 
 
 def _said_of_links(states: Mapping[Link, str]) -> str:
-    """ "links 3→4 and 4→3 were slow", in the detector's words, where no trace says more."""
+    """Return a sentence such as "links 3→4 and 4→3 were slow", by the detector's states; "" without links."""
     parts = []
     for state in sorted(set(states.values())):
         links = {link for link, said_of_it in states.items() if said_of_it == state}

@@ -75,7 +75,7 @@ class Flight(NamedTuple):
     kind: str
     """"F" for an activation, "B" for a gradient."""
     chunk: int
-    """Chunk of the action that used it."""
+    """Chunk of the action that consumed the message."""
     micro_batch: int
     sent_s: float
     arrived_s: float
@@ -86,12 +86,12 @@ class Flight(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What one stage did from `start_s` to `end_s`; pieces of a stage cover the iteration without gap."""
+    """One stretch of a stage's time, from `start_s` to `end_s`; a stage's pieces cover the iteration without gap."""
 
     start_s: float
     end_s: float
     awaited: ActionRecord | None
-    """The action whose message it waited for; None: it computed, or `idle` says that nothing was missing."""
+    """The action whose message the stage waited for; None: it computed, or was `idle` with all messages there."""
     idle: bool
 
 

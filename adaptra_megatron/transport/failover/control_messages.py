@@ -149,7 +149,7 @@ class Dead(TaggedMessage, tag="dead", frozen=True):
 
 
 class QuerySent(TaggedMessage, tag="ask", frozen=True):
-    """From the receiver: has the message of this index been sent? All before it have arrived."""
+    """From the receiver: asks whether message `index` of the session was sent. All earlier ones have arrived."""
 
     session: Natural
     index: Natural

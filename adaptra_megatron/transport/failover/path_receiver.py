@@ -44,7 +44,7 @@ _REMEMBERED = 1024
 _CONFIRMED_TOGETHER = 8
 _CONFIRMED_NBYTES = 32 << 20
 _PROVES, _MEASURES = -1, -2
-"""Numbers that stand for probes: of a new session, and of a burst that measures."""
+"""Stand-ins for message numbers: a probe of a new session, and a probe of a measuring burst."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,11 @@ class _Session:
     """Numbers of the posted receives, in order; negative for probes."""
     asked_s: float = math.inf
     sent: int = 0
-    """`sent`: count of the sender's last SentCount, `sent_s`: its arrival, `sent_nbytes`: size of the first missing
-    message."""
+    """Count of the sender's last SentCount."""
     sent_s: float = math.inf
+    """Time at which that arrived."""
     sent_nbytes: int = 0
+    """Size of the first missing message."""
 
 
 class Receiver(Generic[Specification]):

@@ -59,7 +59,7 @@ class OutgoingCopy:
 
 
 class _Part(NamedTuple):
-    """Slots that the device copies into."""
+    """Ring slots that one device copy fills, and the event behind that copy."""
 
     first_slot: int
     slots: int
