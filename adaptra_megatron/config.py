@@ -272,7 +272,7 @@ class AdaptraConfig:
 
     @property
     def watches_stragglers(self) -> bool:
-        """Return whether it is measured which replica comes last: in jobs whose replicas wait for all others."""
+        """Return whether arrivals at gradient synchronisation are measured: where each replica waits for all others."""
         return self.straggler_monitor == "on" and self.sync_mode == "ssgd" and not self.is_fault_tolerant
 
     @property
@@ -441,7 +441,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
 # What settings name: files of plans, costs and communicators; an interface. Judged before training, without torch.
 
 _MOST_NBYTES = 256 << 20
-"""Of a file: plans of the largest jobs have some MiB."""
+"""Largest file that is read: plans of the largest jobs have some MiB."""
 _COMMUNICATOR_RANGES = {"min_ctas": (1, 2**31 - 1), "max_ctas": (1, 2**31 - 1), "cga_cluster_size": (0, 8)}
 """As NCCL takes them."""
 

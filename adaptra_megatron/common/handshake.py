@@ -64,7 +64,7 @@ async def receive_descriptor(connection: socket.socket) -> int:
 
 
 def send_descriptor(connection: socket.socket, descriptor: int) -> None:
-    """The counterpart; the descriptor stays the caller's too."""
+    """Send a file descriptor over a Unix socket; the caller's stays open."""
     socket.send_fds(connection, [b"\0"], [descriptor])
 
 

@@ -16,7 +16,7 @@ class TamperedError(RuntimeError):
 
 
 class Seal:
-    """An HMAC-SHA256 over a value and where it is, in front of the value. Neither torch nor a store here."""
+    """Seal of values: an HMAC-SHA256 over the value and its place, in front of it. Needs neither torch nor a store."""
 
     def __init__(self, secret: bytes, place: str) -> None:
         """`place`: the same for all that share the keys and for no other user of the store: no value fits elsewhere."""

@@ -36,7 +36,7 @@ class TaggedMessage(msgspec.Struct, frozen=True, tag_field="is", forbid_unknown_
 
 
 def _plain(value: Any) -> Any:
-    """Return the number that one of numpy's scalars is."""
+    """Convert a numpy scalar to a Python number."""
     return value.item()
 
 

@@ -191,7 +191,7 @@ class ClockServer:
     """Answers every peer that knows the job's secret with this rank's clock."""
 
     def __init__(self, listener: socket.socket, secret: bytes, clock: Clock = time.monotonic) -> None:
-        """`listener`: listens already; belongs to the server from now on."""
+        """`listener`: a listening socket, which the server owns from now on."""
         self._listener, self._secret, self._clock = listener, secret, clock
         self._loop = asyncio.new_event_loop()
         self._work = self._loop.create_task(self._serve())
@@ -225,7 +225,7 @@ class ClockServer:
             await asyncio.gather(*others, return_exceptions=True)
 
     async def _answer(self, purpose: Purpose, connection: socket.socket) -> None:
-        """Until the connection ends. Raises HandshakeError for one that is meant for something else."""
+        """Answer requests until the connection ends. Raises HandshakeError for a connection of another purpose."""
         if purpose != _PURPOSE:
             raise HandshakeError(HandshakeRefusal.MISDIRECTED, "this is a clock")
         loop = asyncio.get_running_loop()

@@ -42,7 +42,7 @@ class Section:
         return None
 
     def then(self, later: Self) -> Self:
-        """This and a later one as one, where this one has not come into force before the later one was made."""
+        """Return this decision merged with a later one, which was made before this one came into force."""
         return later
 
 
@@ -118,7 +118,7 @@ _figures_of: Decoder[JobFigures] = Decoder(JobFigures, MOST_FIGURES_NBYTES)
 
 @dataclass(frozen=True)
 class PackedFigures:
-    """Figures of the job as they travel: all ranks get them in every iteration, and few show them."""
+    """Figures of the job, packed: all ranks get them in every iteration, and only few unpack them."""
 
     content: bytes
 

@@ -70,7 +70,7 @@ class DecisionWriter:
                 self._write_next()
 
     def needed(self, iteration: int) -> Decision:
-        """The training is about to run `iteration`: what is not decided by now takes effect later."""
+        """Return the decision of `iteration`, which the training is about to run. Later decisions take effect later."""
         with self._lock:
             while self._next <= iteration:
                 self._write_next()
@@ -91,7 +91,7 @@ class DecisionWriter:
 
 
 LOOK_UP_S = 1.0
-"""How long a thread that asks the store, and is to end, is waited for."""
+"""Longest wait for the end of a thread that may be waiting for the store."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
 """Between two looks into the store, which all ranks share; each is half as long again as the one before."""
 _PART_NBYTES = 1 << 12

@@ -129,7 +129,7 @@ class StageMeasurement:
     """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
     stage: int
     iteration: int
-    """Number in traces and keys of messages: evaluations are counted."""
+    """Number in traces and message keys, which counts evaluations."""
     micro_batches: int
     actions: ActionColumns = ActionColumns()
     sends: MeasuredColumns = MeasuredColumns()

@@ -126,7 +126,7 @@ class SwallowedErrors:
         self._logged: set[tuple[type[BaseException], str]] = set()
 
     def log(self, error: BaseException) -> None:
-        """With its traceback, for an error of this rank's own may have been taken for one of another's death."""
+        """Log the error with its traceback: it may be this rank's own, taken for another rank's failure."""
         frames = traceback.extract_tb(error.__traceback__)
         key = type(error), f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         if key in self._logged:

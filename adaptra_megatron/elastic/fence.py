@@ -13,7 +13,7 @@ for peers. Over NCCL a rank then waits until no kernel of its own is left, befor
 operations have memory of their own (`FaultTolerantGroups`) and need not be waited for: some never wake, for gloo tells
 an operation nothing whose message has come in half (3 of 400 tries with a member that was killed).
 
-TCP connections of gloo's process groups, which can be shut down while operations use them.
+TCP connections of gloo's process groups can be shut down while operations use them.
 torch's ProcessGroupGloo has no way to end what is under way: `abort()` does nothing, and its destructor first runs
 what is queued to its end (ProcessGroupGloo.cpp, ~ProcessGroupGloo). A socket that is shut down fails the
 operations on both ends within a millisecond (gloo/transport/tcp/pair.cc: an end of file is an error of the pair,
@@ -43,7 +43,7 @@ import torch.distributed as dist
 from adaptra_megatron.common.gathering import gloo_group
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
-from adaptra_megatron.elastic.failure_errors import UnrecoverableError
+from adaptra_megatron.elastic.failure_errors import LateRankError, UnrecoverableError
 from adaptra_megatron.elastic.protocol_store import awaited
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
@@ -78,6 +78,10 @@ class KeptResults:
     def forget(self) -> None:
         """Forget all: every live rank has them."""
         self._kept.clear()
+        self.look_nowhere()
+
+    def look_nowhere(self) -> None:
+        """Look for no results any more: no rank lacks one that another has."""
         self._holders = {}
 
     def keep(self, group: str, outputs: Sequence[torch.Tensor]) -> None:
@@ -107,13 +111,20 @@ class KeptResults:
         """Look for results that this rank lacks with their `holders`, from now on. `check`: raises what ends the wait
         for one. `store`: of the generation."""
         self._holders = holders
-        self._fetch = lambda key: awaited(lambda: store.peek(key), timeout_s, check)
+
+        def fetch(key: str) -> bytes:
+            try:
+                return awaited(lambda: store.peek(key), timeout_s, check)
+            except TimeoutError as cause:
+                raise LateRankError(f"timed out: no rank has given {key} within {timeout_s:g} s") from cause
+
+        self._fetch = fetch
 
     def known(self, group: str, outputs: Sequence[torch.Tensor]) -> bool:
         """Fill the `outputs` of the next operation of `group` with its result, if another rank has it.
 
-        Returns whether one has. Raises RuntimeError where it was too large to be kept, and TimeoutError where its
-        holder does not give it.
+        Returns whether one has. Raises RuntimeError where it was too large to be kept, LateRankError where its
+        holder does not give it, and what `check` raises.
         """
         number = len(self._kept.get(group, ()))
         if group not in self._holders or number >= int(self._fetch(f"kept/{group}")):

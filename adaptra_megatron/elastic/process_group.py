@@ -6,8 +6,9 @@ If a member has failed, or fails while an operation is under way:
 1. Inside a call of Megatron's schedules the operation, or `wait` on its handle, raises, and RecoveryManager repeats
    the whole call. Its outputs are undefined until then.
 2. Outside of calls it returns one result, the same for all live members: it is repeated in the next generation, or
-   copied from a rank that has the result. Handles are completed ones. Gathers of parameters from shards are repeated by
-   all ranks together, at the next operation over all of them (`FaultTolerantGroups.gather_missed`).
+   copied from a rank that has the result (of at most MOST_KEPT_NBYTES; RuntimeError beyond). Handles are completed
+   ones. Gathers of parameters from shards are repeated by all ranks together, at the next operation over all of them
+   (`FaultTolerantGroups.gather_missed`).
 3. A wait for members raises EpochEndedError once the set of live ranks has changed, LateRankError after the job's
    timeout, or the backend's error. None of them is an error of this rank (`failure_errors.is_communication`).
 4. Sums, maxima and minima are over live members. Of a state that several of them hold, one addend counts.
@@ -340,7 +341,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def broadcast(self, tensors: Any, opts: Any) -> Work:
-        """What the root has, or who has the same. Raises RuntimeError where none lives."""
+        """Broadcast from the root, or from a live rank with the same data. Raises RuntimeError if there is none."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         options = dist.BroadcastOptions()
         options.rootTensor = opts.rootTensor

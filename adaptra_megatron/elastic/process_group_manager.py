@@ -201,7 +201,7 @@ class FaultTolerantGroups:
         self.ended.clear()
 
     def lost_shards(self, live: frozenset[int]) -> list[tuple[int, ...]]:
-        """Ranks that do not live and had the same shard, which no other has: its owner first."""
+        """Return the failed ranks that held one shard which no live rank holds, its owner first."""
         known: list[tuple[int, ...]] = [
             (group.ranks[place], group.ranks[holder])
             for group in self._groups
@@ -318,7 +318,7 @@ class FaultTolerantGroups:
                 pass
             return CompletedWork()
         name = self._key(group)
-        while not self.kept.known(name, outputs):
+        while not self._known(name, outputs):
             if group is self._groups[0]:
                 # All ranks do this or none, and the training may have come to its end, without a further call.
                 self.gather_missed()
@@ -328,7 +328,7 @@ class FaultTolerantGroups:
         return CompletedWork()
 
     def gather_missed(self) -> None:
-        """Gather parameters again where a rank may have died while that was done."""
+        """Gather parameters again if a rank may have failed during the last gather."""
         if self.stale:
             self.stale = False
             self.gather()
@@ -360,13 +360,26 @@ class FaultTolerantGroups:
             self.check()
             self.wait_for(begin())
         except Exception as cause:
-            if not is_communication(cause):
-                raise
-            assert self._recover is not None
-            traceback.clear_frames(cause.__traceback__)  # which hold handles of groups that are given up
-            self._recover(cause)
+            self._go_on_after(cause)
             return False
         return True
+
+    def _known(self, name: str, outputs: Sequence[torch.Tensor]) -> bool:
+        """Return whether another rank has the operation's result, which is then in `outputs`. If a rank fails before
+        that is known, the next generation begins, whose ranks are asked."""
+        while True:
+            try:
+                return self.kept.known(name, outputs)
+            except Exception as cause:
+                self._go_on_after(cause)
+
+    def _go_on_after(self, cause: Exception) -> None:
+        """Begin the next generation after `cause`, which is being handled; raise it if it is this rank's own."""
+        if not is_communication(cause):
+            raise cause
+        assert self._recover is not None
+        traceback.clear_frames(cause.__traceback__)  # which hold handles of groups that are given up
+        self._recover(cause)
 
     def wait_for(self, work: Any) -> None:
         """Wait for torch's handle. Raises EpochEndedError once the set of live ranks has changed, LateRankError after

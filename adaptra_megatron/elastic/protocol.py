@@ -2,7 +2,7 @@
 """One rank's part in going on without ranks that fail, as a state machine. Pure: no store, thread or clock.
 
 `Rank` says what it needs next (`request`), and becomes another by what came of that (`after`). The training thread and
-a process that rejoins carry requests out on the job's store (`survival`, `joining`); the model checker of the tests
+a process that rejoins carry requests out on the job's store (`recovery`, `rejoin`); the model checker of the tests
 carries them out on a dictionary, in every order in which ranks can fail and come back.
 
 A call of Megatron's schedules is attempted until it commits. All live ranks come to the end of an attempt; the last to
@@ -208,7 +208,7 @@ class HandedIn:
     call: int = 0
     """How many calls it has committed."""
     operations: Mapping[str, int] = field(default_factory=dict)
-    """By name of a group, how many operations outside of calls it has carried out since then: see `kept_results`."""
+    """Number of operations outside of calls since then, by name of the group: see `fence.KeptResults`."""
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,10 @@ class Agreement:
     """State that all ranks of a generation begin with."""
 
     committed: tuple[str, ...]
-    """Attempts that are, of those whose fate some rank did not know."""
+    """Attempts to be committed, of those whose fate some rank did not know."""
     turn: int
     holders: Mapping[str, int] = field(default_factory=dict)
-    """Which rank has the results of operations outside of calls that another lacks: see `kept_results`."""
+    """Which rank has the results of operations outside of calls that another lacks: see `fence.KeptResults`."""
 
 
 @dataclass(frozen=True)

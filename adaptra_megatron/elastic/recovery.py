@@ -378,7 +378,7 @@ class RecoveryManager:
         return after
 
     def _note(self, before: Rank, answer: Answer) -> None:
-        """Do what a step has made necessary here."""
+        """Update this process after a step of the protocol."""
         after = self._rank
         if after.call > before.call:
             self._groups.kept.forget()
@@ -419,6 +419,7 @@ class RecoveryManager:
         assert self._rank.agreement is not None
         holders = self._rank.agreement.holders
         if not holders:
+            self._groups.kept.look_nowhere()  # nor with holders of the generation before, which may have failed
             return
         store = self._control_of(generation).punctual("kept", self._timeout_s)
         self._groups.kept.publish(store, [group for group, rank in holders.items() if rank == self._rank.rank])

@@ -166,7 +166,7 @@ class Recovery(IterationHooks):
         return attempted
 
     def _attempt(self, attempt: Attempt, call: PipelineCall, generation: Generation, number: int) -> Attempted:
-        """`number`: of tries that did not commit, in which other ranks may have failed."""
+        """Run one attempt at `call` in `generation`. `number`: of earlier attempts at it, which did not commit."""
         self._enter(call, generation)
         self._groups.gather_missed()
         if not call.forward_only:

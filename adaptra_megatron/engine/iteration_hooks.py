@@ -77,7 +77,7 @@ class IterationHooks:
         return attempt(call, number)
 
     def wrap_inputs(self, call: PipelineCall, inputs: Inputs) -> Inputs:
-        """Return where an attempt has the data of micro-batches from."""
+        """Return the inputs that an attempt reads micro-batches from."""
         return inputs
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:

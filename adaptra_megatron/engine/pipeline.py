@@ -249,7 +249,7 @@ class Pipeline:
             self._measuring.settle(self.exchange, self._steering)
 
     def fail(self, cause: BaseException) -> None:
-        """An iteration has ended with an error. It is logged, what is under way is aborted, and the peers learn why.
+        """Log the error that ended an iteration, abort what is under way, and send the peers the cause.
         Returns once the processes that are to end before this one have ended, or have had the time for it."""
         if not self._owner.is_this:
             return  # in a child that was forked in this iteration, whose links are its parent's

@@ -114,7 +114,7 @@ def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device], *, ho
 
 
 def preferred_path(config: AdaptraConfig, device: torch.device) -> Path:
-    """The path that messages take while it is healthy."""
+    """Return the path that messages take while it is healthy."""
     if config.path != "auto":
         return Path(config.path)
     return Path.HOST if has_serial_queue(config, device) else Path.DEVICE

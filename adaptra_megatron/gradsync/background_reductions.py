@@ -32,7 +32,7 @@ class Handle:
 
 
 class Background:
-    """One thread, which begins with the first task, and does not keep the process from ending."""
+    """One daemon thread that runs tasks in order; it starts with the first task."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ class Background:
         self._streams: dict[torch.device, Any] = {}
 
     def begin(self, task: Callable[[], None], device: torch.device) -> Handle:
-        """Have the thread run `task`, which works on tensors of `device`: there, behind all that is launched so far."""
+        """Run `task` in the thread. It works on tensors of `device`, behind all work launched there so far."""
         if device.type == "cpu":
             return self._submit(task)
         if device not in self._streams:

@@ -127,7 +127,7 @@ def _fields(each: Any) -> Mapping[str, Any]:
 
 
 def _complete(settings: dict[str, Any]) -> SimpleNamespace:
-    """Flags turned into what they set, and words into what they say."""
+    """Return the settings with flags replaced by what they set, and words by their values."""
     settings = {name: _value(value) if isinstance(value, str) else value for name, value in settings.items()}
     precision = str(settings.get("mixed_precision", ""))  # Bridge's name of one, as bf16_with_mxfp8_mixed
     for kind in ("fp8", "fp4"):

@@ -49,7 +49,7 @@ class Prospects:
     split_layers: int
     layers: int
     per: str
-    """What the two numbers above are of: `model`, or `layer` where the number of layers is not known."""
+    """Scope of the two numbers above: `model`, or `layer` where the number of layers is not known."""
     features: list[Feature]
     paths: str
     device: str

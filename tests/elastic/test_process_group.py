@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -137,3 +137,30 @@ def test_a_device_that_hangs_is_not_waited_for_without_end(monkeypatch: pytest.M
     groups.ended.set()
     with pytest.raises(EpochEndedError):
         groups.synchronize()
+
+
+@pytest.mark.parametrize("ends", ["it fails, too", "it never comes"])
+def test_a_result_is_not_expected_of_a_holder_that_has_failed(ends: str) -> None:
+    """Rank 2 was to give a result of the generation before; then the operation is carried out among those that live."""
+
+    class NeverThere:
+        def peek(self, _key: str) -> None:
+            return None
+
+    groups, group = without_rank_1()
+    causes: list[Exception] = []
+
+    def recover(cause: Exception) -> None:
+        causes.append(cause)
+        groups.ended.clear()
+        groups.kept.look_nowhere()
+
+    groups._recover = recover
+    groups.kept.found_with({groups._key(group): 2}, cast(Any, NeverThere()), 0.1, groups.check)
+    if ends == "it fails, too":
+        groups.ended.set()
+    given = one()
+    group.allreduce([given], dist.AllreduceOptions()).wait()
+    assert [type(cause) for cause in causes] == [EpochEndedError if ends == "it fails, too" else LateRankError]
+    assert groups.operations() == {groups._key(group): 1}
+    assert torch.equal(given, one())

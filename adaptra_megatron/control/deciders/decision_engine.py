@@ -105,7 +105,7 @@ class MeasuredCaps:
         return tuple(math.floor(fraction / RELEASED_STEP) * RELEASED_STEP for fraction in released)
 
     def figures(self, caps: Sequence[float | None]) -> dict[int, MemoryFigures]:
-        """Figures for TensorBoard and Prometheus, by stage; `caps`: what plans keep to."""
+        """Return the figures for TensorBoard and Prometheus, by stage. `caps`: the stages' caps in plans."""
         return {
             stage: MemoryFigures(
                 activation_nbytes=memory.activation_nbytes,

@@ -69,7 +69,7 @@ class CellOrder:
 
     @classmethod
     def unpacked(cls, text: str) -> CellOrder:
-        """Raises ValueError for what is none."""
+        """Read a packed order. Raises ValueError if it is none."""
         order: CellOrder = unpacked(text.encode(), cls, MOST_NBYTES)
         return order
 

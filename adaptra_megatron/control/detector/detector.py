@@ -44,7 +44,7 @@ KindAndChunk = tuple[str, int]
 
 
 class StageTracker:
-    """Follows each kind of action of each chunk; slow if any of them is."""
+    """State of one stage: it follows each kind of action of each chunk, and is slow if any of them is."""
 
     def __init__(self, identity: StageId, settings: DetectorSettings) -> None:
         self.identity = identity
@@ -426,7 +426,7 @@ class DetectorPlace(NamedTuple):
     sort: Any
     """Series of different sorts (paths; kinds of actions) are never compared."""
     work: Any = None
-    """What it does: those of different positions are only compared where it is the same."""
+    """Layers of the chunk, in words: chunks at different positions are compared only if these are the same."""
 
 
 def declare_slower_than_peers(

@@ -278,7 +278,7 @@ class LinkEstimate:
     """One path of a link as it is now, from the latest iterations of its present level."""
 
     latency_s: float
-    """Planning quantile, without the bytes' own time; equal to `transfer_s` where the two cannot be told apart."""
+    """Latency quantile for planning, without the time of the bytes; `transfer_s` where the two cannot be separated."""
     bandwidth_bytes_per_s: float | None
     """None where messages of one size never wait for each other: then nothing tells it, and it does not matter."""
     transfer_s: float

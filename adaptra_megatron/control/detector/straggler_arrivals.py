@@ -25,7 +25,7 @@ LEAST = 15
 UNUSUAL = 5
 """The first iterations of a process, which set things up and are not judged."""
 OFTEN, SELDOM = 0.8, 0.25
-"""Shares of these in which a replica must be late to be found, and at most is late when that is over."""
+"""Share of these iterations in which a replica must be late to be found; share at which it is healthy again."""
 WORTH, LEAST_S = 0.05, 0.001
 """Share of an iteration, and seconds, by which a replica is late; half of that share must be what it costs."""
 _DUE_TO_COMPUTE = 0.5
@@ -65,7 +65,7 @@ class HostFigures:
     queued: float | None = None
     """Share of the time in which threads stood in line for a CPU (pressure stall information)."""
     load: float | None = None
-    """Threads that run or want to, for each CPU of the host."""
+    """Runnable threads per CPU of the host."""
     network: float | None = None
     """Share of the speed of the busiest network interface that was used, in its busier direction."""
     network_errors_s: float | None = None

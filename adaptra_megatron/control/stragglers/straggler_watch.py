@@ -98,8 +98,8 @@ class StragglerServiceClient:
         return None if judged is None else judged.verdict
 
     def finish(self, patience_s: float) -> None:
-        """Have it look once more and end; what it says until then is logged. Raises ChannelEndedError if it has ended
-        already."""
+        """Have the process judge once more and end; its findings until then are logged. Raises ChannelEndedError if it
+        has ended already."""
         send(self._process.channel, Finish())
         until_s = time.monotonic() + patience_s
         while self._readable(max(0.0, until_s - time.monotonic())):

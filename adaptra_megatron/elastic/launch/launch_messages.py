@@ -96,7 +96,7 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Start:
-    """Ranks of each host."""
+    """From the coordinator: which ranks each host is to start."""
 
     first_ranks: tuple[Natural, ...]
     """Rank of local rank 0, by node rank."""

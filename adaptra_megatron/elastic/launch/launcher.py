@@ -137,7 +137,7 @@ class View:
     node_rank: int | None = None
     """Known once the link is up."""
     turn: int = 0
-    """How many launchers have had this node rank before."""
+    """Number of earlier launchers with this node rank."""
     port: int = 0
     """TCP port of the store."""
     start: Start | None = None
@@ -164,7 +164,7 @@ class LauncherLink:
         self._thread.start()
 
     def say(self, report: HostReport) -> None:
-        """Send a report at once; its beat is the link's to count."""
+        """Send a report at once; the link numbers it."""
         self._report = report
         self._said.set()
 
@@ -271,7 +271,7 @@ class LauncherVerdict:
     number: signal.Signals = signal.SIGTERM
     """What ranks that run are sent."""
     leaving: str = ""
-    """What the coordinator does not know yet: see `HostReport`."""
+    """Reason for which this host leaves, for the coordinator: see `HostReport`."""
 
 
 class Launcher:

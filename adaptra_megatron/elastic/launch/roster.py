@@ -234,7 +234,7 @@ class Roster:
         return self.start.first_ranks[node] + local_rank
 
     def _failures(self, departed: tuple[Departure, ...] | list[Departure]) -> str:
-        """The first in full, the others by number."""
+        """Return the first failure in full, and the ranks of the others."""
         first, *others = departed
         also = f"; then ranks {', '.join(str(each.rank) for each in others)}" if others else ""
         what = f"rank {first.rank} on host {first.host} was the first to end: it {first.why}"

@@ -196,7 +196,7 @@ _PATIENCE = 0.05
 """How long the plan's next message is waited for before the plan is left, in mean actions. Without it, what is a
 microsecond late would make room for a whole action that comes too early."""
 _LOOK_AGAIN_S = 100e-6
-"""How often it is looked whether a GPU is done: no event wakes a thread at a deadline as well."""
+"""Interval between two queries whether the GPU is done: a wait for an event has no deadline."""
 
 
 class Dispatcher:

@@ -62,7 +62,7 @@ class CudaEventTimer:
     """Compute runs on the current CUDA stream: an event before and after each action."""
 
     def __init__(self, clock: DeviceClock) -> None:
-        """`clock`: a transport may tell its own marks by it, too."""
+        """`clock`: a transport may take its own time marks from it, too."""
         self._clock = clock
         self.mark = clock.mark
 

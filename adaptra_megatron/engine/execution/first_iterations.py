@@ -22,7 +22,7 @@ class FirstIterations:
     """One rank's, alike on all ranks: training and evaluation, each shape of messages, each number of micro-batches."""
 
     def __init__(self, synchronize: Callable[[], None] | None) -> None:
-        """`synchronize`: waits for the device; None: there is none, and no iteration is cold."""
+        """`synchronize`: waits for the GPU; None on a CPU, where no iteration is cold."""
         self.cold = False
         """Set while the iteration under way is one."""
         self._synchronize = synchronize

@@ -41,7 +41,7 @@ class _Pending(NamedTuple):
 
 
 class SyncArrivals:
-    """One rank's, of its pipeline. For the training thread."""
+    """Arrivals of one rank at gradient synchronisation. For the training thread."""
 
     def __init__(self, watch: StragglerWatch, waits: SyncWaits) -> None:
         self._watch, self._waits = watch, waits
@@ -80,7 +80,7 @@ def moments_of(device: torch.device) -> Moments:
 
 
 def arrivals_of(job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits) -> SyncArrivals:
-    """Return those of this rank, whose process measures its `waits` from now on where they are wanted."""
+    """Return the arrivals of this rank, and have its `waits` measured from now on if they are wanted."""
     layout = job.layout
     ranks = [layout.reporter(cell) for cell in layout.cells]
     watch = StragglerWatch(

@@ -25,7 +25,7 @@ class Moments(Protocol):
         """Return whether a mark made now would be one of this iteration."""
 
     def mark(self) -> Any:
-        """Now; waits for nothing."""
+        """Return a mark of the present moment, without waiting."""
 
     def seconds(self, pairs: Iterable[_Pair]) -> float | None:
         """Seconds between the marks of all pairs together, which are not used again; None: not all are reached yet."""

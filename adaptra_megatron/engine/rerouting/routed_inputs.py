@@ -253,7 +253,7 @@ class RoutableInputs:
         return found
 
     def _reported_replicas(self, dead: frozenset[Cell]) -> tuple[int, ...]:
-        """Replicas whose losses this rank hands to its training script: the lowest live one has those of the dead."""
+        """Return the replicas whose losses this rank returns to Megatron: on the lowest live one failed ones', too."""
         replica, last = self._layout.cell.replica, self._last_place.stage
         replicas = range(self._layout.replicas)
         orphans = [each for each in replicas if Cell(each, last) in dead]

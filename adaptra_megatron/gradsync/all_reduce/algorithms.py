@@ -24,7 +24,7 @@ class AllReduceWire(NamedTuple):
     """Each rank's link."""
 
     latency_s: float
-    """Time that each message takes besides its bytes."""
+    """Time of each message in addition to that of its bytes."""
     byte_s: float
     """Seconds per byte."""
 
@@ -73,7 +73,7 @@ def hidden_waiting_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
 
 
 def chain_chunks(ranks: int, nbytes: float, wire: AllReduceWire) -> int:
-    """The number of chunks with which a chain of all ranks takes the least time, `MOST_CHUNKS` at most."""
+    """Return the number of chunks for which a chain of all ranks is fastest, at most `MOST_CHUNKS`."""
     worth_s = (ranks - 2) * nbytes * wire.byte_s  # of a chunk that is as long as the buffer
     if worth_s >= wire.latency_s * MOST_CHUNKS**2:
         return MOST_CHUNKS if worth_s else 1

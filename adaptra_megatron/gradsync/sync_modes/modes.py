@@ -32,7 +32,7 @@ class ModeKind(Enum):
     """Kind of a synchronisation mode."""
 
     SSGD = "ssgd"
-    """By all replicas together: synchronous training."""
+    """Updates by all replicas together: synchronous training."""
     X_ORDER = "x-order"
     """By any x replicas."""
     DYNAMIC = "dynamic"
@@ -51,7 +51,7 @@ class Mode:
 
     @classmethod
     def ssgd(cls, replicas: int) -> Mode:
-        """Synchronous training."""
+        """Return the mode of synchronous training."""
         return cls(ModeKind.SSGD, replicas, (tuple(range(replicas)),))
 
     @classmethod

@@ -30,7 +30,7 @@ class _Token(NamedTuple):
 
 
 class _Replicas:
-    """One group of them."""
+    """One group of replicas, and the sums over it."""
 
     def __init__(self, sums: ReplicaSums) -> None:
         self.sums = sums
@@ -48,7 +48,7 @@ class _Replicas:
 
 
 class GradientReduction:
-    """All groups of replicas that this process is in: those of dense parameters, and of experts'."""
+    """The groups of replicas that this process belongs to: of dense parameters, and of experts'."""
 
     def __init__(self, mode: str, timeout_s: float | None) -> None:
         """`mode`: see `ReplicaSums`. `timeout_s`: longest wait for a replica; None: that of the job's store."""

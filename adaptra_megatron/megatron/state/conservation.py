@@ -54,7 +54,7 @@ class Conserved(NamedTuple):
     """Where losses are per token: those of the micro-batches that this rank had the losses of; 0 but on the last stage.
     The sum over the replicas of one lane is the divisor."""
     divisor: int | None = None
-    """Where losses are per token: what this rank divided its gradients by."""
+    """Where losses are per token: the number that this rank divided its gradients by."""
 
 
 class _Counted(NamedTuple):

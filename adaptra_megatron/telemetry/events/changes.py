@@ -153,7 +153,7 @@ class PathState:
     path: str
     """"device" or "host"."""
     switches: int
-    """Number of its changes."""
+    """Number of changes of the path so far."""
     sessions_lost: int
     """Device sessions, of either direction, that failed."""
 

@@ -54,7 +54,7 @@ class SystemClock:
 
 
 def event_path(directory: Path | str, rank: int, age: int = 0) -> Path:
-    """The file of `rank`: the one being written (age 0), or one set aside, older with each count."""
+    """Return the event file of `rank`: the one being written (age 0), or the rotated one of that age."""
     return Path(directory) / f"events-{rank:05d}{f'.{age}' if age else ''}.jsonl"
 
 

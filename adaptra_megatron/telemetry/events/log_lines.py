@@ -250,7 +250,7 @@ class RunLog:
 
 
 def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
-    """Return what other replicas have done about what was found."""
+    """Return the clause about the new plans of other replicas, as for the log."""
     text = f"{numbers_in_words('replica', others)}: other plans in force"
     expected = [(each.predicted_s, each.before_predicted_s) for each in others.values()]
     known = [(after_s, before_s) for after_s, before_s in expected if after_s is not None and before_s is not None]

@@ -40,7 +40,7 @@ DEADLINE_S = 30.0
 """For all transports together, the start of the processes included."""
 _RANK_MODULE = "adaptra_megatron.tools.local_ranks.self_test_rank"
 _LEAST_S = 2.0
-"""Below that, beginning is pointless."""
+"""A check is not started with less time than this left."""
 
 
 def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> list[HostFinding]:

@@ -3,9 +3,10 @@
 
 An event's name says what it is: forward, fwd or F; backward, bwd or B; I and W for its halves; `PP:1F2` as
 torch.distributed.pipelining names them; everything else as in `OpType`. Behind it may stand the micro-batch ("F 3",
-"fwd_mb3_iter0") and the chunk ("F 3 chunk 1"). Better, `args` says it: see `naming`. Where actions ran, `places` finds
-out; which are read, `ranges`; what makes a step, `steps`. A directory holds one file per rank, or sub-directories with
-those of some steps each. Files are read one at a time, large ones by several processes.
+"fwd_mb3_iter0") and the chunk ("F 3 chunk 1"). Better, `args` says it: see `naming`. Where actions ran,
+`recorded_places` finds out; which are read, `ranges`; what makes a step, `recorded_steps`. A directory holds one file
+per rank, or sub-directories with those of some steps each. Files are read one at a time, large ones by several
+processes.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class _Reader:
         self.found.left_out[self._examples[what]] += count
 
     def _pair(self) -> None:
-        """Ends close the last beginning of their name and thread that is earlier; an end may have no name."""
+        """Pair each end with the latest earlier begin of the same thread and, if the end has one, name."""
         self._pairs.sort(key=lambda pair: pair[0])
         for time_us, event in self._pairs:
             name = event.name if isinstance(event.name, str) else ""

@@ -158,7 +158,7 @@ def stages_in(directory: Path) -> dict[int, Path]:
 
 
 def read_primus(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording:
-    """The iterations of all stages. Raises RecordingError for files that are none of these, and missing stages."""
+    """Read the iterations of all stages. Raises RecordingError for files of other kinds and for missing stages."""
     paths = stages_in(directory)
     config = _document(directory / "config.json") if (directory / "config.json").is_file() else {}
     stages = whole(config.get("pp_size")) or 1 + max(paths)

@@ -46,7 +46,7 @@ class RunIteration:
     """One training iteration of one pipeline; without records where it was not traced."""
 
     number: int
-    """Megatron's, where the log tells it; else that of the trace and of events, which count evaluations, too."""
+    """Megatron's iteration where the log has it; else the number in trace and events, which count evaluations, too."""
     start_s: float
     """On the job's common clock; 0 of one that was not traced."""
     seconds: float
@@ -194,7 +194,7 @@ def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
 
 
 def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
-    """Return those all of whose ranks took part for longest, where some have failed; else all."""
+    """Return all, or where ranks have failed those whose ranks all took part for longest."""
     if not pipelines or not any(isinstance(found.event, RanksLost) for found in events):
         return pipelines
     lasts = [
@@ -254,8 +254,8 @@ def replicas_of(events: Sequence[StampedEvent]) -> dict[int, int]:
 
 
 def of_replica(rank: int, events: Sequence[StampedEvent]) -> list[StampedEvent]:
-    """Return what was said by ranks of the replica of `rank`, whose plans are its own; all where replicas are not
-    named, or one rank decides for all."""
+    """Return the events of the replica of `rank`, which has plans of its own; all events where replicas are not named
+    or one rank decides for all."""
     replicas = replicas_of(events)
     starts = (found.event for found in events if isinstance(found.event, RunStarted))
     if any(start.config.get("reroute", "off") != "off" for start in starts):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded steps of a job run again, by what waits for what, with some durations changed."""
+"""Replay recorded steps of a job by their dependencies, with some durations changed."""

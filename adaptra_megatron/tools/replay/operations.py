@@ -114,7 +114,7 @@ class RecordedStep:
     number: int
     operations: tuple[Operation, ...]
     messages: tuple[ReplayMessage, ...] = ()
-    """Where computation alone was recorded: what its actions must have sent (see `messages.with_messages`)."""
+    """Where computation alone was recorded: what its actions must have sent (see `replayed_messages.with_messages`)."""
     blocking: bool | None = None
     """Whether cells wait for the end of each exchange before they compute on; None: recorded messages tell."""
     custom_placement: Placement | None = None

@@ -34,7 +34,7 @@ _QUICK = 0.05
 _ROUNDS = 3
 """Rounds after which calls, whose ends hang on each other, have found their times."""
 _LITTLE = 0.02
-"""Share of an action by which links may differ without one being called slow."""
+"""Share of an action by which a link's times may exceed the others' before it counts as slow."""
 _EXPLAINS = 0.5
 """Share of one of its messages that a slow link has to explain of when actions began, at least."""
 _EXPLAINS_OF_REST = 0.02

@@ -390,8 +390,7 @@ def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _
 
 
 def _arrivals(ranks: Sequence[RankTrace]) -> dict[tuple[int, int, str, int, int], float]:
-    """Return when messages arrived, by the receiving rank, iteration, kind, chunk of the action that used it,
-    micro-batch."""
+    """Return arrival times, by receiving rank, iteration, kind, chunk of the consuming action, micro-batch."""
     return {
         (rank.rank, each.iteration, each.kind, each.chunk, each.micro_batch): each.arrived_s
         for rank in ranks

@@ -83,7 +83,7 @@ class PartFinding:
 
     @property
     def traced(self) -> bool:
-        """Return whether anything is known but how long iterations took."""
+        """Return whether more is known than the times of iterations."""
         return bool(self.use_s)
 
     @property
@@ -127,7 +127,7 @@ def find(run: RunRecord, progress: Progress | None = None) -> list[PartFinding]:
 
 
 def saved_seconds(findings: Sequence[PartFinding]) -> float:
-    """Return what plan switches gained over the run: each until the next change, against the iterations right before
+    """Return the seconds that plan switches saved: each until the next change, against the iterations right before
     it."""
     return sum(
         max(0.0, before.seconds - after.seconds) * len(after.part.iterations)

@@ -115,7 +115,7 @@ def _failed(finding: PartFinding) -> list[str]:
 
 
 def _settled(findings: Sequence[PartFinding]) -> PartFinding:
-    """Return what the run is compared with: its first part, but not a first iteration that only warmed up."""
+    """Return the part that others are compared with: the first one, without a first iteration that only warmed up."""
     return findings[1] if len(findings) > 1 and len(findings[0].part.iterations) == 1 else findings[0]
 
 

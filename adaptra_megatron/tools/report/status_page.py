@@ -463,7 +463,7 @@ def _changed_at(events: Sequence[StampedEvent]) -> int:
 
 
 def _routes(events: Sequence[StampedEvent], failures: Sequence[tuple[Stamp, RanksLost]]) -> list[str]:
-    """Micro-batches that pass a stage at another replica, now."""
+    """Return a line for each route of micro-batches to another replica that is in force."""
     if not failures:
         return [chosen.reason for _, chosen in _of(events, RoutesChosen)[-1:] if chosen.moved]
     targets: dict[tuple[int, int], list[str]] = {}

@@ -36,7 +36,7 @@ class CauseKind(str, enum.Enum):
 
 
 class Cause(NamedTuple):
-    """Thing that was waited for. `source` and `target` are a link's ends; `source` alone is a stage."""
+    """The link or stage that a stage waited for. `source` and `target` are a link's ends; `source` alone is a stage."""
 
     kind: CauseKind
     source: int = -1

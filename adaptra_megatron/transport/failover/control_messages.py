@@ -53,7 +53,7 @@ class ControlChannel:
         self._unacknowledged.pop(number, None)
 
     def noted(self, below: int) -> None:
-        """Release all notes below this number, which the peer has."""
+        """Release all notes below this number: the peer has acknowledged them."""
         for number in [number for number in self._unacknowledged if number < below]:
             del self._unacknowledged[number]
 

@@ -44,7 +44,7 @@ class Computed(NamedTuple):
 
     tensor: torch.Tensor
     event: CudaEvent | None
-    """None: the tensor is complete, as in host memory."""
+    """Event behind the computation of the tensor; None: the tensor is complete, as in host memory."""
 
 
 def is_computed(message: Computed) -> bool:

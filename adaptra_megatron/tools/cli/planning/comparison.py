@@ -102,7 +102,7 @@ class Comparison:
         return f"healthy: {self.healthy_is}" + ("; now: the order planned for that, kept" if kept else "")
 
     def print_text(self) -> None:
-        """The table and the note."""
+        """Print the table and the note."""
         print_table(HEADINGS, self.cells)
         print(f"  {self.note}")
 

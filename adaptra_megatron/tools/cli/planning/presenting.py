@@ -261,7 +261,7 @@ class PresentedAnswer(Protocol):
     """Answer to a question."""
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the document for JSON."""
 
     def print_text(self) -> None:
         """For people."""

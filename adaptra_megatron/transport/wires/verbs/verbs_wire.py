@@ -137,7 +137,7 @@ class VerbsWire:
 
     @property
     def session(self) -> VerbsSession | None:
-        """The session, once it has begun."""
+        """Return the session once it has begun."""
         return self._session
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
