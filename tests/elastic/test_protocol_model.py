@@ -34,8 +34,8 @@ def test_invariants_hold_in_some_orders_of_two_failures_and_two_admissions(repli
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_invariants_hold_in_every_order_of_two_failures_and_two_admissions() -> None:
-    """Three million states, ten minutes and more. An operation may be late in front of the fence, which waits for it: it
-    adds no state, but would, and break an invariant, where a rank left the fence out."""
+    """Three million states, ten minutes and more. An operation may be late in front of the fence, which waits for it:
+    it adds no state, but would, and break an invariant, where a rank left the fence out."""
     assert Model(Scope()).explore() > 1_000_000
 
 
