@@ -38,7 +38,7 @@ def _setting(name: str) -> Callable[[Any], bool]:
 
 
 def _either(*names: str) -> Callable[[Any], bool]:
-    """A setting that Megatron's arguments and configs have different names for."""
+    """One of several settings, or one setting under the names of Megatron's arguments and of its configs."""
     return lambda config: any(bool(getattr(config, name, False)) for name in names)
 
 
@@ -115,9 +115,7 @@ REFUSALS = (
 SEEN_IN_ARGUMENTS = (
     Refusal(
         "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
-        lambda arguments: any(
-            getattr(arguments, name, False) for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
-        ),
+        _either("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
         "it requires Megatron's DistributedDataParallel, whose hooks say when gradients are reduced",
     ),
     Refusal(
@@ -163,7 +161,7 @@ STAGGERING = (
     ),
     Refusal(
         "experts (--num-experts)",
-        lambda config: bool(getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)),
+        _either("num_experts", "num_moe_experts"),
         "what routers count would be counted twice where an iteration is computed again",
     ),
     Refusal(
@@ -204,7 +202,7 @@ SYNC_MODES = (
     ),
     Refusal(
         "experts (--num-experts)",
-        lambda settings: bool(getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)),
+        _either("num_experts", "num_moe_experts"),
         "replicas share experts, and meet for each micro-batch",
     ),
     Refusal(

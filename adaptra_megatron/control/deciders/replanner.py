@@ -24,7 +24,7 @@ PLANNING_SHARE = 0.1
 PATIENCE_SHARE, PATIENCE_S = 0.5, 2.0
 """The same, while the plan may be more than 1% above the best one: then it is there before the iteration is over."""
 MOST_CAPS_NAMED = 3
-"""Of those that more memory would buy."""
+"""Most caps that an event about more memory names."""
 WORTH_A_SWITCH = 0.02
 """Predicted gain below which a running plan is kept."""
 AS_FAST = 0.002

@@ -143,7 +143,7 @@ class StragglerTelemetry(Protocol):
         """How cells arrive, for those that show it."""
 
 
-# Imported where it is wanted: a host is not looked at while nobody is late.
+# Imported when a cell is late, or a policy is asked for: no host counters are read before.
 
 
 def _host_policy(mode: str, rank: int) -> HostPolicy:
