@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of being able to survive failures ranks while none dies, with and without the distributed optimizer; and what a
-plan saves for a link that turns slow once a rank that had died is back.
+"""Cost of recovery while no rank fails, with and without the distributed optimizer; and what a plan saves for a link
+that turns slow once a failed rank has rejoined.
 
     python benchmarks/fault_tolerance.py [--rounds 5] [--action-ms 20]
 
 Trainings in real processes, compute emulated by sleeping, once with `--adaptra-reroute stragglers` and once with
 `--adaptra-reroute all`, which adds attempts, commits, counts of micro-batches and groups that survive failures of
-their members; in pairs, in one order and the other; and what the counts alone add. Then trainings in which a rank dies
-and comes back, and a link turns slow on both paths. Writes benchmarks/results/fault_tolerance.md.
+their members; in pairs, in one order and the other; and what the counts alone add. Then trainings in which a rank fails
+and rejoins, and a link turns slow on both paths. Writes benchmarks/results/fault_tolerance.md.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def after_return_s(action_ms: int, server: ForkServer) -> tuple[float, float]:
 
 def table(rounds: int, action_ms: int, server: ForkServer) -> list[str]:
     """Lines of the page's table."""
-    lines = ["| | iteration, s | able to survive failures, s | ratio (median) | ratios |", "|---|---|---|---|---|"]
+    lines = ["| | iteration, s | with recovery, s | ratio (median) | ratios |", "|---|---|---|---|---|"]
     for name, flags in CASES.items():
         without, able = list[float](), list[float]()
         for number in range(rounds):
@@ -118,7 +118,7 @@ def main() -> None:
         returns = [after_return_s(arguments.action_ms, server) for _ in range(arguments.rounds)]
     pairs = ", ".join(f"{before:.2f} and {after:.2f}" for before, after in returns)
     lines = [
-        "# Cost of being able to survive failures ranks, while none dies",
+        "# Cost of recovery while no rank fails",
         "",
         "Written by `python benchmarks/fault_tolerance.py`.",
         "",
@@ -135,8 +135,8 @@ def main() -> None:
         "",
         *counts,
         "",
-        "## A link turns slow once a rank is back",
-        f"The same training, in which rank 1 dies and comes back, and from iteration {SLOW_FROM} on a message from "
+        "## A link turns slow once a failed rank has rejoined",
+        f"The same training, in which rank 1 fails and rejoins, and from iteration {SLOW_FROM} on a message from "
         "stage 0 to stage 1",
         f"takes {10 * arguments.action_ms} ms longer on either path. Seconds of an iteration by the plan from before "
         f"and, from {SETTLED} iterations",
