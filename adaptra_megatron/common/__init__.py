@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share what every room uses: logs, processes, sealed messages between them, and the layout of the job."""
+"""Shared by all rooms: logs, processes, sealed messages between them, and the layout of the job."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sidecar process of a training process, and the channel to it; and children that scripts fork."""
+"""Start sidecar processes of a training process with a channel to each; and recognise forked children."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ _PROGRAM = (
     "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; import adaptra_megatron; del sys.path[0]; "
     "from {module} import main; main(sys.argv[2:])"
 )
-"""This very package, but nothing else of its directory, nor of the working directory: they may hold modules that go by
-the names of Python's own."""
+"""Imports this package by its root, which is then removed from `sys.path`, as is the working directory: either may hold
+modules with the names of Python's own.
+"""
 
 
 ENDED_S = 5.0
-"""How long a process that was killed may take to end. One that waits for a dead disk or device may never."""
+"""How long a killed process may take to end, in seconds. One that waits for a dead disk or device may never end."""
 UNHEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers and terminals send to all processes of a job: the training process decides what comes of it."""
+"""Signals that schedulers and terminals send to all processes of a job: the training process decides what follows."""
 
 
 class OwningProcess:
-    """The process that made this. A child that is forked from it has copies of all objects and handlers, which share
-    connections with it: what they release is not the child's."""
+    """The process that created this object.
+
+    A forked child inherits copies of all objects, handlers and connections, and must not release its parent's
+    resources.
+    """
 
     def __init__(self) -> None:
         self._id = os.getpid()
 
     @property
     def is_this(self) -> bool:
-        """Return whether this process is the one."""
+        """Return whether the calling process created this object, and is not a forked child."""
         return os.getpid() == self._id
 
 
 class ChildProcess:
-    """One running process, in a session of its own."""
+    """A running sidecar process, in a session of its own."""
 
     def __init__(self, module: str, kind: socket.SocketKind) -> None:
-        """Runs `main` of `module` with two arguments: the descriptor of its end of the channel, and the process id of
-        this process, which it is to end with. `kind`: of the channel.
+        """Start `main` of `module` in a new process. `kind`: socket type of the channel.
 
-        The calling thread must live as long as the process: the kernel ties its life to that thread's. Raises OSError
-        if this host has no room for a process.
+        `main` gets two arguments: the file descriptor of its end of the channel, and the process id of this process,
+        with which it must end. The calling thread must live as long as the process, since the kernel ties the process
+        to it. Raises OSError if this host cannot start a process.
         """
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
         root = str(Path(adaptra_megatron.__file__).parents[1])
@@ -63,7 +67,7 @@ class ChildProcess:
             )
 
     def end(self, patience_s: float) -> str:
-        """Wait for it to end by itself, then see to it. Returns how it ended, at most ENDED_S after `patience_s`."""
+        """Wait `patience_s` for the process to end, then kill it. Return how it ended, after ENDED_S more at most."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
         if self.process.returncode is None:
@@ -82,7 +86,7 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _blocked(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Within, a process that this thread starts does not get these signals, from its first instruction on."""
+    """Block `signals` for processes that this thread starts within this context, from their first instruction on."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

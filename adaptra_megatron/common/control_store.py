@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's store, for the control of one generation: keys that no other generation has, sealed by the job's secret."""
+"""The job's store, as one generation uses it for control: its keys are its own, and sealed with the job's secret."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from adaptra_megatron.common.sealed_store import Seal, SealedStore
 
 
 def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The store's server, which lives as long as what is returned: its client in this process. `port` 0: any that is
-    free. `timeout_s`: of the client's requests.
+    """Start the store's server, and return its client in this process, with which the server lives.
 
-    From then on this process looks hosts up in its own files alone. Torch's server looks up the name of each client
-    that connects (TCPStoreLibUvBackend.cpp, for a line of its log) while all others wait, and many connect at once when
-    ranks meet without a dead one: a name server that loses a request would cost them 5 s. Raises RuntimeError and
-    OSError.
+    `port` 0: any free port. `timeout_s`: of the client's requests. Raises RuntimeError and OSError.
+
+    From then on this process resolves host names from local files alone. For a line of its log, torch's server resolves
+    the name of each client that connects (TCPStoreLibUvBackend.cpp) while all others wait, and many connect at once
+    when ranks meet after a failure. A name server that loses a request would cost them 5 s.
     """
     store = TCPStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
@@ -44,7 +44,7 @@ def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def ask_no_name_server() -> None:
-    """Have this process look hosts up in its own files alone. Does nothing where the C library is not glibc."""
+    """Resolve host names from local files alone in this process. Does nothing if the C library is not glibc."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
 
@@ -53,26 +53,26 @@ def ask_no_name_server() -> None:
 
 
 class SilentStoreError(RuntimeError):
-    """The job's store has not answered in time; says what stands still and what to do."""
+    """The job's store has not answered in time; says what is stalled and what to do."""
 
 
 class DeadlineStore:
-    """A torch.distributed store every request of which is answered in time, or raises.
+    """A torch.distributed store whose requests all return or raise by a deadline.
 
-    Torch's own timeout is for values that are waited for: where the server's process stands still, or its host is cut
-    off, a request waits for as long as that lasts. So another thread makes the requests, one at a time; it is left to
-    itself where the store is silent, and from then on all requests raise.
+    Torch's own timeout covers only waits for values. If the server's process is stopped or its host is cut off, a
+    request waits for as long as that lasts. So another thread makes the requests, one at a time. Once the store is
+    silent, that thread is abandoned and all further requests raise.
     """
 
     def __init__(self, store: Any, timeout_s: float) -> None:
-        """`timeout_s`: of each request."""
+        """`timeout_s`: longest time of each request."""
         self._store, self._timeout_s = store, timeout_s
         self._silent = False
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_answer, args=(self._requests,), name="adaptra-store", daemon=True).start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return the store's method of this name, which raises SilentStoreError, too."""
+        """Return the store's method of this name, wrapped to raise SilentStoreError by the deadline."""
         method = getattr(self._store, name)
 
         def request(*arguments: Any) -> Any:
@@ -124,63 +124,69 @@ MOST_SPARE = 4
 
 
 class SecretError(RuntimeError):
-    """The job's secret cannot be had; names the file or the store, what is wrong with it and the remedy."""
+    """The job's secret cannot be read; names the file or the store, the problem and the remedy."""
 
 
 class ControlStore:
-    """Makes clients of the store, one for each thread: a client answers one request at a time, and some wait."""
+    """Creates clients of the store, one for each thread: a client handles one request at a time, and some requests
+    wait.
+    """
 
     def __init__(
         self, store: Any, secret: bytes, token: str, generation: str = "0", spare: deque[Any] | None = None
     ) -> None:
-        """`store`: torch.distributed's. `token`: the job's, of its layout. `generation`: identity of the present
-        one. `spare`: clients that `lent` has taken back, MOST_SPARE at most: the others are closed."""
+        """`store`: torch.distributed's. `token`: of the job's layout. `generation`: identity of the present generation.
+
+        `spare`: returned clients that `lent` may reuse, MOST_SPARE at most.
+        """
         self.secret = secret
         self._spare: deque[Any] = deque(maxlen=MOST_SPARE) if spare is None else spare
         self._store, self._token, self._prefix = store, token, f"adaptra/{token}/{generation}"
 
     @classmethod
     def of_job(cls, token: str) -> ControlStore:
-        """The store that torch.distributed was initialised with, in the first generation. Raises as `job_secret`."""
+        """Return the store that torch.distributed was initialised with, in the first generation. Raises as
+        `job_secret`.
+        """
         store: Any = _get_default_store()
         return cls(store, job_secret(store), token)
 
     def in_generation(self, identity: object) -> ControlStore:
-        """The same store for the generation of this identity."""
+        """Return the same store for the generation of this identity."""
         return ControlStore(self._store, self.secret, self._token, str(identity), self._spare)
 
     @property
     def timeout_s(self) -> float:
-        """Timeout of the job's store: the one that torch.distributed was initialised with."""
+        """Timeout of the job's store, in seconds: the one that torch.distributed was initialised with."""
         return float(self._store.timeout.total_seconds())
 
     def client(self, place: str) -> SealedStore:
-        """A new client. `place`: the same for all that share the keys."""
+        """Return a new client. `place`: prefix of its keys, equal for all clients that share them."""
         return self._sealed(place, self.unsealed(place))
 
     def punctual(self, place: str, timeout_s: float) -> SealedStore:
-        """A new client whose requests raise SilentStoreError where they are not answered within `timeout_s`."""
+        """Return a new client whose requests raise SilentStoreError if they are not answered within `timeout_s`."""
         return self._sealed(place, DeadlineStore(self.unsealed(place), timeout_s))
 
     def _sealed(self, place: str, store: Any) -> SealedStore:
         return SealedStore(store, self.secret, f"{self._prefix}/{place}")
 
     def seal(self, place: str) -> Seal:
-        """The seal of the values of `place`."""
+        """Return the seal of the values under `place`."""
         return Seal(self.secret, f"{self._prefix}/{place}")
 
     def unsealed(self, place: str) -> Any:
-        """The same, with values as they are."""
+        """Return a new client without a seal."""
         return PrefixStore(f"{self._prefix}/{place}", self._store.clone())
 
     @contextmanager
     def lent(self, place: str, timeout_s: float, *, sealed: bool = True) -> Iterator[Any]:
-        """A client for a while, as for the exchange of addresses; unsealed for torch's process groups.
+        """Lend a client within this context, as for an exchange of addresses. Unsealed ones are for torch's process
+        groups.
 
-        One that others have had before, if there is one: the store's server looks each new client's name up, all others
-        waiting, and a name server that does not answer costs seconds. One that is given back with an error is not lent
-        again, for its answer may still come. `timeout_s`: of each request; one that is sealed raises SilentStoreError
-        then. Raises RuntimeError if the store cannot be reached.
+        A returned client is reused, since the server resolves each new client's name while all others wait. A client
+        whose context raised is not: its answer may still arrive. `timeout_s`: of each request; a sealed client then
+        raises SilentStoreError. Raises RuntimeError if the store cannot be reached.
         """
         try:
             client = self._spare.pop()
@@ -197,10 +203,10 @@ class ControlStore:
         self._spare.append(client)
 
     def reach(self, timeout_s: float) -> None:
-        """Connect to the store's server and leave again. Raises RuntimeError if it does not answer in time.
+        """Check that the store's server accepts a connection. Raises RuntimeError if it does not answer in time.
 
-        A new client of a store that is gone tries again for the store's own, much longer timeout, and logs a stack
-        each time.
+        Creating a client would not do: if the store is gone, it retries for the store's own, much longer timeout, and
+        logs a stack trace each time.
         """
         store = self._store
         while isinstance(store, PrefixStore):
@@ -214,18 +220,19 @@ class ControlStore:
 
 
 class Store(Protocol):
-    """Interface of torch.distributed's stores, as far as it is used."""
+    """Interface of torch.distributed's stores, as far as it is used here."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set `key` to `desired` if it has the value `expected`, or none and that is empty; its value afterwards."""
+        """Set `key` to `desired` if its value is `expected`, or if it has none and `expected` is empty; return its
+        value.
+        """
 
 
 def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> bytes:
-    """The secret of this job, the same on every rank: of the launcher's file, or what the first rank that asks puts
-    into the job's store.
+    """Return the job's secret, the same on every rank: from the launcher's file, or else from the job's store.
 
-    Raises SecretError if the file may be read by others or is no secret, or if the store has something else in the
-    secret's place; without saying what.
+    In the store, the first rank that asks creates it. Raises SecretError if the file is readable by others or holds no
+    secret, or if the store holds something else in its place; never reveals the content.
     """
     if path := environment.get(SECRET_VARIABLE):
         return _secret_of(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what the package runs in: variables that turn it on and off, torch's release, and one checkout."""
+"""Check the environment: variables that turn the package on and off, torch's release, and a single checkout."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
 
 
 def is_set(variable: str, default: str = "0") -> bool:
-    """Return whether a variable of the environment is neither empty nor 0."""
+    """Return whether an environment variable is neither empty nor 0."""
     return os.environ.get(variable, default) not in ("", "0")
 
 
 def is_turned_off() -> bool:
-    """Return whether the environment turns us off."""
+    """Return whether the environment turns this package off."""
     return is_set(OFF_VARIABLE)
 
 
@@ -31,8 +31,11 @@ NEEDED = "2.8.0a0"
 
 
 def remedy(version: str) -> str:
-    """Return what to do where torch's `version` is too old. A build of NVIDIA's (2.7.0a0+79aa17489c.nv25.4) is part of
-    its image, whose other libraries are built for it: pip would replace it by one they do not load with."""
+    """Return the remedy for a torch `version` that is too old.
+
+    A build of NVIDIA's (2.7.0a0+79aa17489c.nv25.4) belongs to its image, whose other libraries are built for it: a
+    torch from pip would not load with them.
+    """
     from packaging.version import Version
 
     if ".nv" in f".{Version(version).local or ''}":
@@ -41,8 +44,7 @@ def remedy(version: str) -> str:
 
 
 def what_is_too_old() -> str | None:
-    """Return why training cannot run with the torch that is installed, and what to do; None if it can. Imports
-    torch."""
+    """Return why training cannot run with the installed torch, and the remedy; None if it can. Imports torch."""
     import torch
     import torch.distributed as dist
     from packaging.version import Version
@@ -57,10 +59,10 @@ def what_is_too_old() -> str | None:
 
 
 def check_one_checkout(package: str | None, patches: str | None) -> None:
-    """Raise ImportError, naming both, unless the files `__init__.py` of package and patches belong together.
+    """Raise ImportError, naming both, unless the `__init__.py` files of package and patches belong together.
 
-    In a checkout they stand side by side, in a wheel patches are within the package. Where a path of another checkout
-    comes first in `sys.path`, Python would take the package from one version and the patches from another.
+    In a checkout they stand side by side; in a wheel patches are within the package. If another checkout comes first in
+    `sys.path`, Python would take the package from one version and the patches from another.
     """
     if package is None or patches is None:  # frozen into a program, which has one of each
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather typed data of every rank of a group; torch's own gathering of objects unpickles."""
+"""Gather typed data of every rank of a group: torch's own gathering of objects unpickles."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from adaptra_megatron.common.typed_messages import packed, unpacked
 
 
 def epoch_group(control: ControlStore, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> Any:
-    """A gloo group of `ranks` (global ones) in the epoch of `control`; all of them call this at about the same time.
+    """Create a gloo group of `ranks` (global ranks) in the generation of `control`. All of them call this at about the
+    same time.
 
-    `name`: of this group alone within the epoch. Members are addressed by their index in `ranks`. Raises RuntimeError
-    when one does not come within `timeout_s`.
+    `name`: unique within the generation. Members are addressed by their index in `ranks`. Raises RuntimeError if one
+    does not come within `timeout_s`.
     """
     make: Any = dist.ProcessGroupGloo
     with control.lent(name, timeout_s, sealed=False) as store:
@@ -29,9 +30,9 @@ def epoch_group(control: ControlStore, name: str, ranks: Sequence[int], rank: in
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devices: Sequence[Any]) -> Any:
-    """A gloo group with one worker thread, whose connections are made by `devices`.
+    """Create a gloo group with one worker thread, whose connections are made by `devices`.
 
-    Of two, as torch's groups have, torch 2.13 frees one string twice: docs/upstream/torch_gloo_double_free.md.
+    With two threads, torch's default, torch 2.13 frees one string twice: docs/upstream/torch_gloo_double_free.md.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -40,7 +41,7 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devices: Se
 
 
 def nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """An NCCL group of `size` processes that meet in `store`, of which this is number `rank`."""
+    """Create an NCCL group of `size` processes that meet in `store`; this one has rank `rank` in it."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -60,12 +61,12 @@ def gather_layout(
     together: bool = False,
     rnics: Sequence[str] = (),
 ) -> JobLayout:
-    """The layout of the ranks in `group` (None: the whole job), which all call: the only thing collective over a job.
+    """Return the layout of the ranks in `group` (None: the whole job). All of them call this: the job's only
+    collective.
 
-    `pipeline`: this rank's, the global ranks of its stages. `joined`: those of each group that it meets in collectives
-    inside F, B and W. `together`: see `JobLayout`. `rnics`: this rank's, for messages.
-
-    Raises RuntimeError when a rank does not come within the group's timeout.
+    `pipeline`: global ranks of this rank's pipeline, by stage. `joined`: members of each group whose collectives this
+    rank joins inside F, B and W. `together`: see `JobLayout`. `rnics`: this rank's, for messages. Raises RuntimeError
+    if a rank does not come within the group's timeout.
     """
     rank, token = dist.get_rank(), secrets.token_hex(16)
     firsts = sorted({min(ranks) for ranks in joined})
@@ -75,9 +76,10 @@ def gather_layout(
 
 
 def gather(mine: Entry, group: dist.ProcessGroup | None = None) -> list[Entry]:
-    """By rank in `group` (None: the whole job), which all call with a dataclass or NamedTuple of one kind.
+    """Return the entries of all ranks in `group` (None: the whole job), by rank. All of them call this.
 
-    Raises RuntimeError when a rank does not come within the group's timeout, or hands in anything else.
+    `mine`: a dataclass or NamedTuple, of one kind on all ranks. Raises RuntimeError if a rank does not come within the
+    group's timeout, or sends anything else.
     """
     kind, packet = type(mine), packed(mine)
     device = dist.distributed_c10d._get_object_coll_device(group)  # as torch's all_gather_object

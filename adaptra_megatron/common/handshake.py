@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authenticate connections by mutual proof of knowing the job's secret, before anything else is said on a connection.
+"""Authenticate connections by mutual proof of the job's secret, before any other data is sent on them.
 
     accepting side                       connecting side
     challenge: magic, version, nonce ->
                                       <- answer: purpose of the connection, nonce, HMAC over all so far
     confirmation: HMAC over all so far ->
 
-All three have a fixed size: an unauthenticated peer can make neither side allocate, and learns nothing that answers
-another challenge (each proof covers both nonces, and each side's proof has a label of its own). What follows on the
-connection is not encrypted, as NCCL's traffic is not. No torch here: the delegate imports this.
+All three messages have a fixed size, so an unauthenticated peer cannot make either side allocate memory. It learns
+nothing that answers another challenge: each proof covers both nonces, and each side's proof has a label of its own. The
+following traffic is not encrypted, as NCCL's is not. No torch here: the delegate imports this.
 
-All listening sockets of ours: any process may connect, only proven peers come in, the rest is counted.
+Any process may connect to our listening sockets. Only proven peers are admitted; refused ones are counted.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _RECEIVE_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
 class ConnectionEndedError(ConnectionError):
-    """The other side ended the connection, or it broke."""
+    """The other side closed the connection, or it broke."""
 
 
 async def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Exactly `nbytes`, never reading beyond them. Raises ConnectionEndedError if they do not come."""
+    """Read exactly `nbytes`, never beyond them. Raises ConnectionEndedError if they do not come."""
     loop = asyncio.get_running_loop()
     received = bytearray()
     while len(received) < nbytes:
@@ -53,7 +53,7 @@ async def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 async def receive_descriptor(connection: socket.socket) -> int:
-    """One file descriptor from a non-blocking unix socket; the caller owns it. Raises ConnectionEndedError."""
+    """Receive one file descriptor from a non-blocking unix socket; the caller owns it. Raises ConnectionEndedError."""
     await wait_readable(connection)
     data, descriptors, _flags, _address = socket.recv_fds(connection, 1, 4, _RECEIVE_FLAGS)
     if not data or len(descriptors) != 1:
@@ -64,12 +64,12 @@ async def receive_descriptor(connection: socket.socket) -> int:
 
 
 def send_descriptor(connection: socket.socket, descriptor: int) -> None:
-    """Send a file descriptor over a Unix socket; the caller's stays open."""
+    """Send a file descriptor over a unix socket; the caller's stays open."""
     socket.send_fds(connection, [b"\0"], [descriptor])
 
 
 async def wait_readable(connection: socket.socket) -> None:
-    """Wait until there is something to read, or the end."""
+    """Wait until the connection has data to read, or has ended."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
@@ -85,10 +85,11 @@ async def wait_readable(connection: socket.socket) -> None:
 
 
 def tune_connection(connection: socket.socket) -> None:
-    """For a TCP connection between delegates: no delays, and an end within 15 s when the other host is gone.
+    """Set up a TCP connection between delegates: no delays, and an end within 15 s once the other host is gone.
 
-    Of a connection with nothing under way: the kernel's limit for data, TCP_USER_TIMEOUT, also counts against a peer
-    that answers and has no room because its training process does not run. See `acknowledges` instead.
+    The limit covers idle connections. For data in flight, the kernel's limit (TCP_USER_TIMEOUT) would also end
+    connections to a peer that answers, but has no room because its training process is stopped; see `acknowledges` for
+    those.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -98,9 +99,9 @@ def tune_connection(connection: socket.socket) -> None:
 
 
 def acknowledges(connection: socket.socket, within_s: float) -> bool:
-    """Return whether the other host has acknowledged anything within `within_s`, or nothing has to be sent to it again.
+    """Return whether the other host has acknowledged data within `within_s`, or nothing needs retransmission.
 
-    What waits for room at the other end has not been sent.
+    Data that waits for room at the other end has not been sent.
     """
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     timeouts, last_ms = _TCP_INFO.unpack(information)
@@ -125,20 +126,20 @@ ANSWER_NBYTES = _PURPOSE.size + NONCE_NBYTES + _PROOF_NBYTES
 
 
 class HandshakeRefusal(enum.Enum):
-    """Reason why a connection was not admitted."""
+    """Reason why a connection was refused."""
 
     JUNK = "junk"
-    """What came is no handshake of ours."""
+    """The bytes received are no handshake of ours."""
     WRONG_SECRET = "wrong_secret"
     """The proof is wrong: another job, a replayed connection, an attack."""
     HALF_OPEN = "half_open"
     """The other side left, or said nothing until the deadline."""
     MISDIRECTED = "misdirected"
-    """It knows the secret but wants something that is not here."""
+    """The peer knows the secret but asks for something that is not here."""
 
 
 class HandshakeError(RuntimeError):
-    """The other side did not prove itself."""
+    """The other side failed to authenticate."""
 
     def __init__(self, refusal: HandshakeRefusal, message: str) -> None:
         super().__init__(message)
@@ -146,33 +147,33 @@ class HandshakeError(RuntimeError):
 
 
 class Purpose(NamedTuple):
-    """Purpose of a connection."""
+    """Purpose of a connection, as the connecting side states it."""
 
     job: bytes
-    """Names the job."""
+    """Identity of the job."""
     source: int
     """Rank that connects."""
     target: int
     """Rank that accepts."""
     session: bytes
-    """Random; the same for all connections that are used together."""
+    """Random number, equal for all connections of one session."""
     lane: int
-    """Index of this connection among them, from 0."""
+    """Index of this connection in its session, from 0."""
     lanes: int
-    """Number of connections that are used together."""
+    """Number of connections of the session."""
     wire: int = 0
-    """Number of the wire that the connecting side proposes, which this connection is for; 0 where there is but one."""
+    """Number of the wire that the connecting side proposes for the session; 0 if there is only one."""
     opening: int = 1
-    """Which opening of the link between the two ranks this is for: what is left of an earlier one comes to nothing."""
+    """Number of the link's opening: connections of an earlier opening are not used."""
 
 
 async def accept(connection: socket.socket, secret: bytes, timeout_s: float) -> Purpose:
-    """The accepting side. `connection` is non-blocking. Raises HandshakeError."""
+    """Authenticate the accepting side of a non-blocking `connection`; return its purpose. Raises HandshakeError."""
     return await _finish(_accept(connection, secret), timeout_s)
 
 
 async def connect(connection: socket.socket, secret: bytes, purpose: Purpose, timeout_s: float) -> None:
-    """The connecting side. `connection` is connected and non-blocking. Raises HandshakeError."""
+    """Authenticate the connecting side of a connected, non-blocking `connection`. Raises HandshakeError."""
     await _finish(_connect(connection, secret, purpose), timeout_s)
 
 
@@ -221,7 +222,7 @@ def _proof(secret: bytes, label: bytes, transcript: bytes) -> bytes:
 
 
 def _why_wrong(purpose: Purpose) -> HandshakeRefusal:
-    """Only for counting: bytes that make no sense were never meant as a handshake."""
+    """Return the reason to count for a wrong proof: junk if its fields are impossible, else a wrong secret."""
     sensible = max(purpose.source, purpose.target) < 1 << 20 and purpose.lane < purpose.lanes
     return HandshakeRefusal.WRONG_SECRET if sensible else HandshakeRefusal.JUNK
 
@@ -244,8 +245,12 @@ class Acceptor:
     """Accepts connections on any number of listening sockets."""
 
     def __init__(self, secret: bytes, timeout_s: float, admit: Admit, most_unproven: int = MOST_UNPROVEN) -> None:
-        """`admit` gets each proven connection (non-blocking) and owns it; it raises HandshakeError to refuse it.
-        `most_unproven`: connections in their handshake at once; more where more peers than that come together."""
+        """`admit` is called with each proven connection (non-blocking) and owns it; it raises HandshakeError to refuse
+        it.
+
+        `most_unproven`: maximum number of connections in their handshake at once. Raise it if more peers connect
+        together.
+        """
         self.refused: Counter[HandshakeRefusal] = Counter()
         self._secret, self._timeout_s, self._admit, self._most_unproven = secret, timeout_s, admit, most_unproven
         self._unproven: dict[asyncio.Task[None], str] = {}
@@ -255,12 +260,12 @@ class Acceptor:
         self._failures = RateLimitedLog(logger)
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept on a listening socket until `close`."""
+        """Accept connections on a listening socket until `close`."""
         listener.setblocking(False)
         self._listening.append(asyncio.ensure_future(self._accept_for_ever(listener)))
 
     def close(self) -> None:
-        """Accept no connections any more. The listening sockets stay open."""
+        """Stop accepting connections. The listening sockets stay open."""
         for task in (*self._listening, *self._unproven):
             task.cancel()
 
@@ -310,7 +315,7 @@ class Acceptor:
             raise
 
     def _prove(self) -> None:
-        """From here on the running task is not ended to make room: a session begins in it, which takes its time."""
+        """Mark the running task as proven: it is not cancelled to make room, since a session now begins in it."""
         task = asyncio.current_task()
         assert task is not None
         self._unproven.pop(task, None)
@@ -326,8 +331,7 @@ class Acceptor:
 
 
 def _source(connection: socket.socket, address: Any) -> str:
-    """Return what can be told of who connects before anything is proven: a host (of IPv6, the network), or a user of
-    ours."""
+    """Return what is known of a peer before authentication: its host (of IPv6, the network), or its local user."""
     if connection.family == socket.AF_UNIX:
         _process, user, _group = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         return f"user {user}"

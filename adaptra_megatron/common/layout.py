@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe the job as a grid of cells: what each rank works on, on which host, and who shares clocks and memory."""
+"""Describe the job as a grid of cells: each rank's stage, replica and host, and which ranks share clocks and memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ logger = logger_of(__name__)
 
 
 def boot_identity(proc: Path = Path("/proc")) -> str:
-    """Equal for two processes exactly if they share a monotonic clock: the same boot of the same kernel.
+    """Return a value that is equal for two processes exactly if they share a monotonic clock: the same boot of one
+    kernel.
 
-    Where the kernel (or a sandbox in its place) does not say so, no other process has the same.
+    If the kernel (or a sandbox in its place) does not identify its boot, no other process has the same value.
     """
     try:
         return (proc / "sys/kernel/random/boot_id").read_text().strip()
@@ -29,10 +30,10 @@ def boot_identity(proc: Path = Path("/proc")) -> str:
 
 
 def host_identity(proc: Path = Path("/proc")) -> str:
-    """Equal for two processes exactly if they can share memory through abstract unix sockets.
+    """Return a value that is equal for two processes exactly if they can share memory through abstract unix sockets.
 
-    The same boot of the same kernel, and the same network namespace: containers of one host may have their own. Where
-    that is not said, no other process has the same: tcp works between any two.
+    They can on the same boot of one kernel and in the same network namespace; containers of one host may have their
+    own. If either is unknown, no other process has the same value: tcp works between any two.
     """
     try:
         return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/net').st_ino}"
@@ -42,8 +43,10 @@ def host_identity(proc: Path = Path("/proc")) -> str:
 
 
 def process_identity(proc: Path = Path("/proc")) -> str:
-    """Equal for two processes exactly if they see each other by their process ids. Where that is not said, no other
-    process has the same."""
+    """Return a value that is equal for two processes exactly if they see each other's process ids.
+
+    If that is unknown, no other process has the same value.
+    """
     try:
         return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/pid').st_ino}"
     except OSError:
@@ -51,8 +54,9 @@ def process_identity(proc: Path = Path("/proc")) -> str:
 
 
 class Cell(NamedTuple):
-    """All ranks of one stage of one replica, which meet in collectives inside F, B and W: they compute, slow down and
-    die as one."""
+    """All ranks of one stage of one replica, which share collectives inside F, B and W: they compute, slow down and
+    fail together.
+    """
 
     replica: int
     stage: int
@@ -62,26 +66,26 @@ class Cell(NamedTuple):
 
 
 class Introduction(NamedTuple):
-    """Entry of one rank, gathered once."""
+    """Description of one rank, gathered once at the start."""
 
     rank: int
     pipeline: int
     """First global rank of its pipeline."""
     stage: int
     joined: list[int]
-    """The first global rank of each group that it meets in collectives inside F, B and W."""
+    """First global rank of each group whose collectives it joins inside F, B and W."""
     host: str
     """Name of its host, for messages."""
     identity: str
-    """See `identity.host_identity`."""
+    """See `host_identity`."""
     token: str
-    """New each time."""
+    """Random, and new each time; the first rank's becomes the layout's."""
     rnics: str = ""
-    """Names of the RDMA devices that it uses, or would, with commas between."""
+    """Names of the RDMA devices that it uses or would use, separated by commas."""
 
 
 class WorkerRecord(NamedTuple):
-    """One rank's place, as it is written down."""
+    """One rank's entry in a `LayoutRecord`."""
 
     rank: int
     replica: int
@@ -93,7 +97,7 @@ class WorkerRecord(NamedTuple):
 
 
 class LayoutRecord(NamedTuple):
-    """A job's layout, for workers that are started again."""
+    """A job's layout as stored for restarted ranks."""
 
     token: str
     together: bool
@@ -102,7 +106,7 @@ class LayoutRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank's place."""
+    """Position and host of one rank."""
 
     cell: Cell
     lane: int
@@ -111,7 +115,7 @@ class Worker:
     identity: str
     """Equal for two ranks exactly if they can share memory."""
     rnics: str = ""
-    """As introduced, for messages."""
+    """As in `Introduction`, for messages."""
 
     @property
     def boot(self) -> str:
@@ -120,7 +124,7 @@ class Worker:
 
 
 class JobLayout:
-    """The whole job as one of its ranks sees it. Nothing changes but the hosts of workers that are started again."""
+    """The whole job as one of its ranks sees it. It is constant, except for the hosts of restarted ranks."""
 
     def __init__(
         self,
@@ -131,24 +135,26 @@ class JobLayout:
         together: bool = False,
         live: Collection[int] | None = None,
     ) -> None:
-        """`workers`: by global rank. `token`: the same on all ranks, new each time that they gather. `together`:
-        whether one rank decides for all replicas, since micro-batches may be routed between them. `live`: ranks that
-        report and decide; None: all."""
+        """`workers`: by global rank. `token`: the same on all ranks, and new each time they gather. `live`: ranks that
+        report and decide; None: all.
+
+        `together`: whether one rank decides for all replicas, as when micro-batches may be routed between them.
+        """
         self.rank, self.workers, self.token, self.together = rank, dict(workers), token, together
         self._live = frozenset(workers if live is None else live)
 
     @classmethod
     def recorded(cls, record: LayoutRecord, rank: int) -> JobLayout:
-        """The layout that `rank` sees, of what has been written down."""
+        """Return the layout that `rank` sees, from its stored record."""
         workers = {each.rank: Worker(Cell(each.replica, each.stage), *each[3:]) for each in record.workers}
         return cls(rank, workers, record.token, together=record.together)
 
     def alive(self, live: Collection[int]) -> JobLayout:
-        """The same job, in which only `live` ranks report and decide."""
+        """Return the same job, in which only `live` ranks report and decide."""
         return JobLayout(self.rank, self.workers, self.token, together=self.together, live=live)
 
     def record(self) -> LayoutRecord:
-        """The layout, to be written down."""
+        """Return the layout as a record to store."""
         workers = [
             WorkerRecord(rank, each.cell.replica, each.cell.stage, each.lane, each.host, each.identity, each.rnics)
             for rank, each in self.workers.items()
@@ -156,24 +162,27 @@ class JobLayout:
         return LayoutRecord(self.token, self.together, workers)
 
     def move(self, rank: int, host: str, identity: str) -> None:
-        """A rank runs on this host from now on."""
+        """Record that a rank now runs on this host."""
         self.workers[rank] = replace(self.workers[rank], host=host, identity=identity)
 
     @property
     def cell(self) -> Cell:
-        """The cell of this rank."""
+        """Cell of this rank."""
         return self.workers[self.rank].cell
 
     @property
     def leader(self) -> int:
-        """The rank that decides for this rank's replica, or for all."""
+        """Rank that decides for this rank's replica, or for all replicas."""
         return min(self.reporters)
 
     @cached_property
     def reporters(self) -> Sequence[int]:
-        """The ranks that are planned for together, whose measurements make an iteration complete: all of this rank's
-        replica, which has no collective inside F, B and W with any other, or of the job. Each lane has links of its
-        own, by NICs of its own, and a slow one would pass for a slow cell if only one lane reported."""
+        """Ranks that are planned for together: an iteration is complete once all of their measurements are there.
+
+        These are the ranks of this rank's replica if it shares no collective inside F, B and W with another, else of
+        the job. All lanes report, since each has links and NICs of its own: from one lane alone, a slow link would pass
+        for a slow cell.
+        """
         own = self.cell.replica
         planned_for = (rank for rank in self._live if self.together or self.workers[rank].cell.replica == own)
         return sorted(planned_for)
@@ -185,12 +194,12 @@ class JobLayout:
 
     @property
     def decides_apart(self) -> bool:
-        """Return whether there are several replicas, each with a leader and plans of its own."""
+        """Return whether there are several replicas, each with its own leader and plans."""
         return self.replicas > 1 and not self.together
 
     @cached_property
     def cells(self) -> Mapping[Cell, Sequence[int]]:
-        """The ranks of each cell, by lane."""
+        """Ranks of each cell, by lane."""
         found: dict[Cell, list[int]] = {}
         for rank, worker in sorted(self.workers.items(), key=lambda item: (item[1].cell, item[1].lane)):
             found.setdefault(worker.cell, []).append(rank)
@@ -198,11 +207,11 @@ class JobLayout:
 
     @cached_property
     def pipeline(self) -> Sequence[int]:
-        """The ranks of this rank's pipeline, by stage."""
+        """Ranks of this rank's pipeline, by stage."""
         return self.pipeline_of(self.rank)
 
     def pipeline_of(self, rank: int) -> Sequence[int]:
-        """The same of any rank's."""
+        """Return the ranks of the pipeline of `rank`, by stage."""
         worker, found = self.workers[rank], list[int]()
         while (cell := Cell(worker.cell.replica, len(found))) in self.cells:
             found.append(self.cells[cell][worker.lane])
@@ -210,15 +219,15 @@ class JobLayout:
 
     @property
     def first_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The first ranks of the pipelines of each replica."""
+        """First ranks of the pipelines of each replica."""
         return tuple(tuple(self.cells[cell]) for cell in self.cells_of(0))
 
     def cells_of(self, stage: int) -> Sequence[Cell]:
-        """The cells of one stage, by replica: they hold the same weights."""
+        """Return the cells of one stage, by replica: they hold the same weights."""
         return [cell for cell in self.cells if cell.stage == stage]
 
     def reporter(self, cell: Cell) -> int:
-        """The rank that speaks for a cell."""
+        """Return the rank that reports for a cell."""
         return self.cells[cell][0]
 
     def share_clock(self, ranks: Iterable[int]) -> bool:
@@ -226,20 +235,20 @@ class JobLayout:
         return len({self.workers[rank].boot for rank in ranks}) == 1
 
     def share_network(self, ranks: Iterable[int]) -> bool:
-        """Return whether all of `ranks` reach each other by loopback: containers of one host may not."""
+        """Return whether all of `ranks` reach each other by loopback. Containers of one host may not."""
         return len({self.workers[rank].identity for rank in ranks}) == 1
 
     def name(self, rank: int) -> str:
-        """A rank in messages."""
+        """Return the name of a rank in messages."""
         worker = self.workers[rank]
         return f"rank {rank} (stage {worker.cell.stage} on {worker.host})"
 
 
 def layout_of(introductions: Sequence[Introduction], rank: int, *, together: bool = False) -> JobLayout:
-    """The layout that `rank` sees, of what all ranks have said. `together`: see `JobLayout`.
+    """Return the layout that `rank` sees, from the introductions of all ranks. `together`: see `JobLayout`.
 
-    A replica is what pipelines and groups join: with experts spread over data-parallel ranks, all of these. Replicas
-    are numbered by their first ranks.
+    A replica consists of pipelines that share groups: if experts are spread over data-parallel ranks, of all of these.
+    Replicas are numbered by their first ranks.
     """
     root = {each.rank: each.rank for each in introductions}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers of the package: one hierarchy, and one word at the beginning of each line."""
+"""Loggers of the package: one hierarchy, and one prefix for all lines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ class PackageLogger(_Adapter):
     """A module's logger, whose lines begin with `adaptra:` among those of Megatron."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put the word before the message, which arguments are formatted into later."""
+        """Prefix the message. The arguments are formatted into it later."""
         return f"adaptra: {msg}", kwargs
 
 
 def logger_of(module: str) -> PackageLogger:
-    """The logger of the module with this name (`__name__`), below that of the package."""
+    """Return the logger of the module `module` (its `__name__`), below the package's logger."""
     return PackageLogger(logging.getLogger(module))
 
 
 def is_first_rank() -> bool:
-    """Return whether this process speaks for the job, as its launcher's environment says: torch.distributed is not up
-    yet."""
+    """Return whether this process is rank 0, from the launcher's environment: torch.distributed is not
+    initialised yet.
+    """
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def is_first_of_host() -> bool:
-    """Return whether this process speaks for its host, as its launcher's environment says."""
+    """Return whether this process is the first of its host, from the launcher's environment."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
@@ -46,21 +47,21 @@ LONG_S = 60.0
 
 
 class RateLimitedLog:
-    """Lines of one kind: the first few, and from then on one a minute, which says how many were left out."""
+    """Logs the first few lines of a kind, and from then on one a minute, with the number of lines left out."""
 
     def __init__(self, logger: PackageLogger, most_in_a_row: int = MOST_IN_A_ROW) -> None:
-        """`most_in_a_row`: how many the first few are."""
+        """`most_in_a_row`: number of first lines that are logged without a limit."""
         self._logger = logger
         self._most = self._allowed = float(most_in_a_row)
         self._left_out = 0
         self._latest_s = time.monotonic()
 
     def warning(self, text: str, *arguments: object) -> None:
-        """As `PackageLogger.warning`, or nothing."""
+        """Log as `PackageLogger.warning`, unless the limit is reached."""
         self.log(logging.WARNING, text, *arguments)
 
     def log(self, level: int, text: str, *arguments: object) -> None:
-        """As `PackageLogger.log`, or nothing."""
+        """Log as `PackageLogger.log`, unless the limit is reached."""
         if not self._logger.isEnabledFor(level):
             return
         now_s = time.monotonic()

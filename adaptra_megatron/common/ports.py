@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP ports that a job may listen on, where a firewall lets some through: `FIRST-LAST`."""
+"""Ranges of TCP ports that a job may listen on, for firewalls that let some through: `FIRST-LAST`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PortRange:
 
     @classmethod
     def parsed(cls, text: str) -> PortRange:
-        """The range that `text` names as FIRST-LAST. Raises ValueError."""
+        """Parse a range, FIRST-LAST. Raises ValueError."""
         found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
         if found is None:
             raise ValueError(f"{text!r} is no range of ports: give FIRST-LAST, for example 20000-20127")
@@ -38,7 +38,7 @@ class PortRange:
 
 
 def bound_within(host: str, ports: PortRange | None) -> socket.socket:
-    """A TCP socket that listens on the address `host`, at the first port of `ports` that is free; None: at any port.
+    """Return a TCP socket that listens on the address `host`, at the first free port of `ports`; None: at any port.
 
     Safe against other processes that search the same range at the same time. Raises OSError: EADDRINUSE if no port of
     the range is free.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State a reason in parts: iterations stay numbers and evidence stays apart, so that nobody has to
-find either in a sentence again."""
+"""Represent a reason as parts: iterations stay numbers and evidence stays apart, so that no code has to parse a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Reason = Sequence[Any]
-"""Text; iterations, as integers; and what stands behind the text, as a Reason of its own. A plain text is one, too."""
+"""Parts of a reason: text, iterations as integers, and the evidence as a nested Reason. A plain text is a
+Reason, too.
+"""
 
 
 def reason_text(reason: Reason, depth: int | None = None) -> str:
-    """The sentence, with what stands behind it down to `depth` levels; None: all of it."""
+    """Return the reason as a sentence, with its evidence down to `depth` levels; None: all of it."""
     if isinstance(reason, str):
         return reason
     below = None if depth is None else depth - 1
@@ -22,12 +25,12 @@ def reason_text(reason: Reason, depth: int | None = None) -> str:
 
 
 def reason_fields(reason: Reason) -> dict[str, Any]:
-    """A reason as fields of an event: in words, and in parts where it has several."""
+    """Return a reason as fields of an event: the sentence, and its parts if it has several."""
     return {"reason": reason_text(reason), "reason_parts": () if isinstance(reason, str) else reason}
 
 
 def joined(reasons: Iterable[Reason]) -> Reason:
-    """Several as one."""
+    """Combine several reasons into one."""
     found: list[Any] = []
     for reason in reasons:
         found += ["; "] if found else []
@@ -36,14 +39,14 @@ def joined(reasons: Iterable[Reason]) -> Reason:
 
 
 def with_numbers(reason: Reason, number_of: Callable[[int], int]) -> Reason:
-    """The same with other numbers of iterations."""
+    """Return the reason with its iterations renumbered by `number_of`."""
     if isinstance(reason, str):
         return reason
     return tuple(number_of(part) if isinstance(part, int) else with_numbers(part, number_of) for part in reason)
 
 
 def is_reason(value: Any) -> bool:
-    """Return whether `value`, which was read from a file, is one in parts."""
+    """Return whether `value`, read from a file, is a reason in parts."""
     return isinstance(value, list) and all(
         isinstance(part, str) or (isinstance(part, int) and not isinstance(part, bool)) or is_reason(part)
         for part in value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's store for those who know the job's secret: what others put there is refused, not read."""
+"""Seal the values in the job's store with the job's secret: values of other processes are refused."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ _SEAL_NBYTES = hashlib.sha256().digest_size
 
 
 class TamperedError(RuntimeError):
-    """A value in the job's store was not put there by a rank that knows the job's secret; names the key and remedy."""
+    """A value in the job's store was not written by a rank that knows the job's secret; names the key and remedy."""
 
 
 class Seal:
-    """Seal of values: an HMAC-SHA256 over the value and its place, in front of it. Needs neither torch nor a store."""
+    """Seal of values: an HMAC-SHA256 over the value and its place, in front of the value. Needs neither torch nor a
+    store.
+    """
 
     def __init__(self, secret: bytes, place: str) -> None:
-        """`place`: the same for all that share the keys and for no other user of the store: no value fits elsewhere."""
+        """`place`: prefix of the keys, unique to their users, so that no sealed value is valid under another prefix."""
         self._secret, self.place = secret, place
 
     def closed(self, key: str, value: bytes) -> bytes:
-        """Value to store under `key`."""
+        """Return the sealed value to store under `key`."""
         return self._proof(key, value) + value
 
     def opened(self, key: str, found: bytes) -> bytes:
-        """The value of what was found under `key`. Raises TamperedError."""
+        """Return the value that was stored under `key`. Raises TamperedError."""
         seal, value = found[:_SEAL_NBYTES], found[_SEAL_NBYTES:]
         if not hmac.compare_digest(seal, self._proof(key, value)):
             raise TamperedError(
@@ -45,10 +47,10 @@ _NOTHING = "?"
 
 
 def peek(store: Any, key: str) -> bytes | None:
-    """Return what is under `key` in a torch.distributed store; None at once where nothing is, by one request.
+    """Return the value under `key` in a torch.distributed store; None if there is none. Never waits; one request.
 
-    A store that compares with what is not there answers with what it was to compare (TCPStore.cpp: compareSetHandler,
-    HashStore.cpp: compareSet), and changes nothing; `get` would wait, and ask twice.
+    It is a compare-and-set of a missing key, which returns the expected value and changes nothing (TCPStore.cpp:
+    compareSetHandler, HashStore.cpp: compareSet). `get` would wait, and send two requests.
     """
     found: bytes = store.compare_set(key, _NOTHING, _NOTHING)
     return None if found == _NOTHING.encode() else found
@@ -57,8 +59,8 @@ def peek(store: Any, key: str) -> bytes | None:
 class SealedStore:
     """A torch.distributed store whose values are sealed (`Seal`).
 
-    Who reaches the store still reads what is there, and can take it away. What has no value (counters, whether a key
-    exists) is passed on as it is.
+    Any process that reaches the store can still read and delete values. Requests without values (counters, whether a
+    key exists) are passed on as they are.
     """
 
     def __init__(self, store: Any, secret: bytes, place: str) -> None:
@@ -70,27 +72,27 @@ class SealedStore:
         return getattr(self._store, name)
 
     def clone(self) -> SealedStore:
-        """Another client of the store, sealed as this one."""
+        """Return another client of the store with the same seal."""
         return SealedStore(self._store.clone(), self._secret, self._place)
 
     def set(self, key: str, value: bytes, /) -> None:
-        """Store `value` under `key`. This and the other methods raise RuntimeError where the store does."""
+        """Store `value` under `key`. This and the other methods raise RuntimeError if the store does."""
         self._store.set(key, self._seal.closed(key, value))
 
     def get(self, key: str, /) -> bytes:
-        """Raises TamperedError, too."""
+        """Return the value under `key`, waiting for it. Raises TamperedError."""
         return self._seal.opened(key, self._store.get(key))
 
     def peek(self, key: str, /) -> bytes | None:
-        """See `peek`, which never waits. Raises TamperedError, too."""
+        """Return the value under `key`; None if there is none. Never waits. Raises TamperedError."""
         found = peek(self._store, key)
         return None if found is None else self._seal.opened(key, found)
 
     def put_once(self, key: str, value: bytes, /) -> bytes:
-        """Store `value` under `key` unless it has one; return the one that is there. Raises TamperedError."""
+        """Store `value` under `key` unless the key has a value; return its value. Raises TamperedError."""
         return self._seal.opened(key, self._store.compare_set(key, "", self._seal.closed(key, value)))
 
     def get_all(self, keys: Sequence[str], /) -> list[bytes]:
-        """Return what is under all `keys`, which are there, by one request. Raises TamperedError, too."""
+        """Return the values under `keys`, all of which exist, by one request. Raises TamperedError."""
         found = self._store.multi_get(list(keys))
         return [self._seal.opened(key, value) for key, value in zip(keys, found, strict=True)]

@@ -2,11 +2,11 @@
 """Encode and decode the messages between processes of one run.
 
 1. A message is a frozen dataclass, a NamedTuple, or a `TaggedMessage` where one of several kinds may come.
-2. What is decoded has its declared types, a tagged message no unknown field, and a size below a limit; anything else is
-   a ValueError before anything is built of it.
-3. `packed` makes JSON, which is one line of text and has neither infinities nor NaNs; `encoded` makes MessagePack, for
-   what travels in every iteration: a training process has a millisecond of CPU for all that it exchanges.
-4. No message outlives its run: both ends are one release, and files that users keep have formats of their own.
+2. Decoding checks declared types, unknown fields of tagged messages, and a maximum size. It raises ValueError before
+   any object is built.
+3. `packed` makes JSON, which is one line of text and has neither infinities nor NaNs. `encoded` makes MessagePack, for
+   messages of every iteration: a training process has a millisecond of CPU for all of them.
+4. Messages exist within one run alone: both ends are of one release. Files that users keep have formats of their own.
 
 Neither torch nor numpy here: delegates and sidecar processes import this.
 """
@@ -23,12 +23,12 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 def plain_text(text: str) -> str:
-    """Return the text of an error without what no message can carry: undecodable bytes of file names are escaped."""
+    """Return an error's text with undecodable bytes of file names escaped, which no message can carry."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class TaggedMessage(msgspec.Struct, frozen=True, tag_field="is", forbid_unknown_fields=True):
-    """Message of one of several kinds, which its tag names: `class Ping(TaggedMessage, tag="ping", frozen=True)`."""
+    """Message of one of several kinds, named by its tag: `class Ping(TaggedMessage, tag="ping", frozen=True)`."""
 
     def __repr__(self) -> str:
         shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "secret")
@@ -60,13 +60,13 @@ def unpacked(packet: bytes, kind: Any, max_nbytes: int) -> Any:
 
 
 class Decoder(Generic[Message]):
-    """Decodes messages of one type, which may be a union, from MessagePack."""
+    """Decodes MessagePack messages of one type, which may be a union."""
 
     def __init__(self, kind: Any, max_nbytes: int) -> None:
         self._max_nbytes, self._decoder = max_nbytes, msgspec.msgpack.Decoder(kind)
 
     def __call__(self, packet: bytes | msgspec.Raw) -> Message:
-        """Raises ValueError for anything but a message of that type."""
+        """Decode one message. Raises ValueError for anything but a message of that type."""
         message: Message = _decoded(self._decoder, packet, self._max_nbytes)
         return message
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that goes on when ranks fail: launcher, membership, generations, recovery."""
+"""Training that continues when ranks fail: launcher, membership, generations, recovery."""

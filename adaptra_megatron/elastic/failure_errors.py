@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the errors that end an epoch for a rank, and find those that another rank's failure may cause.
+"""Define the errors that end a generation for a rank, and tell them from a rank's own errors.
 
 Torch's backends raise plain RuntimeErrors, and so may a training script, with any text. So errors are told apart by
-where they pass: those that come out of torch's collectives are marked there, and those that leave the script's own
-functions are marked there, unless they came out of a collective within them. Marked is the exception itself.
+their origin. Exceptions that leave torch's collectives are marked there. Exceptions that leave the script's own
+functions are marked there, unless a collective within raised them. The mark is an attribute of the exception.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ class EpochEndedError(RuntimeError):
 
 
 class LateRankError(RuntimeError):
-    """Another rank has not done its part in time: it has died, hangs, or cannot be reached."""
+    """Another rank did not do its part in time: it has failed, hangs, or cannot be reached."""
 
 
 class UnrecoverableError(RuntimeError):
-    """Live ranks no longer hold the whole model, or this rank has no part in it. Says why, and from
-    where to go on."""
+    """Live ranks no longer hold the whole model, or this rank cannot take part. Says why, and what to restart from."""
 
 
 class JobLostError(UnrecoverableError):
-    """Live ranks no longer hold the whole model: no rank can go on, and none that is started again can help."""
+    """Live ranks no longer hold the whole model: no rank can go on, and no restarted rank can help."""
 
 
 class UnsoundAttemptError(RuntimeError):
-    """Gradients of an attempt are not those of all micro-batches; says which. It is repeated once, and then raised."""
+    """Gradients of an attempt do not contain each micro-batch once; says which. It is raised if a repetition does not
+    help.
+    """
 
 
 class OtherRankError(RuntimeError):
-    """Another rank has ended with an error of its own, which is no fault of a machine: the job ends with it."""
+    """Another rank has ended with an error of its own, not a fault of its machine: the job ends with it."""
 
 
 class _Origin(enum.Enum):
@@ -58,7 +59,7 @@ class _Origin(enum.Enum):
 
 
 class _Marking:
-    """Marks what is raised within; adds no frame to its traceback."""
+    """Context that marks exceptions raised within; adds no frame to their tracebacks."""
 
     def __init__(self, origin: _Origin) -> None:
         self._origin = origin
@@ -72,18 +73,20 @@ class _Marking:
 
 
 def of_backend() -> _Marking:
-    """A context around calls of torch's process groups: what these raise may come of another rank's death."""
+    """Return a context for calls of torch's process groups: their errors may be caused by another rank's failure."""
     return _Marking(_Origin.BACKEND)
 
 
 def of_script() -> _Marking:
-    """A context around functions and iterators of the training script: what these raise is this rank's own error, but
-    for what comes out of the package's own waits within."""
+    """Return a context for functions and iterators of the training script: their errors are this rank's own.
+
+    Errors of the package's own waits within them stay errors of communication.
+    """
     return _Marking(_Origin.SCRIPT)
 
 
 def owned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the training script, with `of_script` around each call."""
+    """Wrap a function of the training script in `of_script`."""
 
     def call(*given: Any, **keywords: Any) -> Any:
         with of_script():
@@ -93,25 +96,25 @@ def owned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Return whether `error` may come of the death of another rank; any other is this rank's own."""
+    """Return whether another rank's failure may have caused `error`; any other error is this rank's own."""
     if isinstance(error, (UnrecoverableError, OtherRankError, SilentStoreError)) or is_of_script(error):
         return False
     return _is_of_ours(error) or isinstance(error, dist.DistError)
 
 
 def is_of_script(error: BaseException) -> bool:
-    """Return whether `error` has left a function or an iterator of the training script, and began there."""
+    """Return whether the training script itself raised `error`."""
     return vars(error).get(_MARK) is _Origin.SCRIPT
 
 
 def _is_of_ours(error: BaseException) -> bool:
-    """Return whether `error` comes out of a wait for other ranks, or was raised as one that did was handled."""
+    """Return whether a wait for other ranks raised `error`, or an error during whose handling `error` was raised."""
     waits = EpochEndedError, LateRankError, TransportError, ExchangeError
     return any(isinstance(each, waits) or vars(each).get(_MARK) is _Origin.BACKEND for each in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error`, and what it came of, as Python prints them."""
+    """Iterate over `error` and the errors that caused it, as a Python traceback shows them."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -120,13 +123,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class SwallowedErrors:
-    """Errors that one rank has got over, for the log: each once by its type and the line that raised it."""
+    """Log of errors that one rank has recovered from: each once by type and line."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[type[BaseException], str]] = set()
 
     def log(self, error: BaseException) -> None:
-        """Log the error with its traceback: it may be this rank's own, taken for another rank's failure."""
+        """Log the error with its traceback: it may be this rank's own, mistaken for another rank's failure."""
         frames = traceback.extract_tb(error.__traceback__)
         key = type(error), f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         if key in self._logged:

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Separate the operations of two generations: none of the earlier one writes later, and results outside of calls stay.
 
-Outside of calls an operation has one result, which all its ranks see. Where a rank fails in one, some have its result
-and others have not: these get it from the lowest rank that has, over the job's store, or carry it out anew where none
-has. Results are kept from one commit to the next: who commits call n has seen all others come to the end of their
-attempts at n, so all have carried out what comes before it. Replicas may be several operations apart.
+Outside of calls an operation has one result, which all its ranks get. If a rank fails during one, some ranks have the
+result and others do not. These copy it from the lowest rank that has it, over the job's store, or run the operation
+again if none has. Results are kept from one commit to the next: a rank that commits call n has seen all others finish
+their attempts at n, so all of them have run the operations before it. Replicas may be several operations apart.
 
-A rank that gives an attempt up leaves operations of torch.distributed under way. They go on in gloo's worker threads or
-on the GPU, and would write their results into a gradient buffer that the next attempt has set to 0, or into a norm. All
-replicas then agree on a wrong sum. So connections are shut down and communicators aborted, which wakes all that wait
-for peers. Over NCCL a rank then waits until no kernel of its own is left, before it meets the others. Over gloo
-operations have memory of their own (`FaultTolerantGroups`) and need not be waited for: some never wake, for gloo tells
-an operation nothing whose message has come in half (3 of 400 tries with a member that was killed).
+A rank that abandons an attempt leaves operations of torch.distributed pending, in gloo's worker threads or on the GPU.
+They could still write into a gradient buffer that the next attempt has zeroed, or into a norm, and all replicas would
+agree on a wrong sum. So connections are shut down and communicators aborted, which ends all waits for peers. Over NCCL
+a rank then waits until none of its kernels runs, before it meets the others. Over gloo operations write into memory of
+their own (`FaultTolerantGroups`) and need not be waited for: some never end, as gloo does not fail an operation whose
+message has arrived in part (3 of 400 tries with a member that was killed).
 
-TCP connections of gloo's process groups can be shut down while operations use them.
-torch's ProcessGroupGloo has no way to end what is under way: `abort()` does nothing, and its destructor first runs
-what is queued to its end (ProcessGroupGloo.cpp, ~ProcessGroupGloo). A socket that is shut down fails the
-operations on both ends within a millisecond (gloo/transport/tcp/pair.cc: an end of file is an error of the pair,
-and so of all that waits in its context). Sockets are found by their addresses: each group has a device, and so a
-listener, of its own. This process's own descriptors are asked, one by one: /proc/net/tcp has those of the whole
-host, is read page by page while it changes, and leaves some out; and socket objects of Python would change the
-blocking mode of what they duplicate where a script has set a default timeout.
+torch's ProcessGroupGloo cannot end pending operations: `abort()` does nothing, and its destructor first runs all queued
+ones (ProcessGroupGloo.cpp, ~ProcessGroupGloo). Shutting down a socket fails the operations on both ends within a
+millisecond (gloo/transport/tcp/pair.cc: an end of file is an error of the pair, and so of all waits in its context).
+Sockets are found by their addresses: each group has a device, and so a listener, of its own. This process's own
+descriptors are queried one by one. /proc/net/tcp would list the whole host's sockets, changes while it is read, and
+omits some; Python's socket objects would change the blocking mode of duplicates if a script has set a default timeout.
 """
 
 from __future__ import annotations
@@ -48,44 +46,44 @@ from adaptra_megatron.elastic.protocol_store import awaited
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 MOST_KEPT_NBYTES = 16 << 20
-"""Largest results of one operation that are kept."""
+"""Maximum size of an operation's results that are kept, in bytes."""
 CHUNK_NBYTES = 512 << 10
-"""Of one value in the store: torch's TCPStore carries 8 MiB, and all other requests wait meanwhile."""
+"""Size of one value in the store, in bytes: torch's TCPStore allows 8 MiB, but other requests wait meanwhile."""
 _MANIFEST_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What a holder has put into the store of one operation's result."""
+    """Description of one operation's result, which its holder puts into the store."""
 
     nbytes: tuple[Natural, ...] | None
-    """Of each output, whose bytes follow one another; None: more than MOST_KEPT_NBYTES, and not kept."""
+    """Size of each output; their bytes follow one another. None: larger than MOST_KEPT_NBYTES, so not kept."""
 
 
 class KeptResults:
-    """Results of one rank's operations, since its last commit. For the training thread."""
+    """Results of one rank's operations outside of calls since the last commit. For the training thread."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[list[bytes] | None]] = {}
-        """By name of a group, in the order of its operations."""
+        """Results by name of the group, in the order of its operations."""
         self._holders: Mapping[str, int] = {}
         self._fetch: Callable[[str], bytes] = _nowhere
 
     def counts(self, groups: Sequence[str]) -> dict[str, int]:
-        """Return how many operations have been carried out, by name of the `groups` that this rank is in."""
+        """Return the number of operations since the last commit, by name of the `groups` that this rank is in."""
         return {group: len(self._kept.get(group, ())) for group in groups}
 
     def forget(self) -> None:
-        """Forget all: every live rank has them."""
+        """Drop all results: every live rank has them."""
         self._kept.clear()
         self.look_nowhere()
 
     def look_nowhere(self) -> None:
-        """Look for no results any more: no rank lacks one that another has."""
+        """Stop asking other ranks for results: no rank lacks one that another has."""
         self._holders = {}
 
     def keep(self, group: str, outputs: Sequence[torch.Tensor]) -> None:
-        """Keep what an operation of `group` has come to."""
+        """Keep the `outputs` of an operation of `group`."""
         results = self._kept.setdefault(group, [])
         if sum(output.nbytes for output in outputs) > MOST_KEPT_NBYTES:
             results.append(None)
@@ -94,7 +92,7 @@ class KeptResults:
         results.append([each.view(torch.uint8).numpy().tobytes() if each.numel() else b"" for each in flat])
 
     def publish(self, store: SealedStore, groups: Sequence[str]) -> None:
-        """Put the results in `groups`, of which another rank lacks some, into the store of the new generation."""
+        """Put the results of `groups`, which other ranks lack in part, into the new generation's store."""
         for group in groups:
             for number, outputs in enumerate(self._kept[group]):
                 place = f"kept/{group}/{number}"
@@ -108,8 +106,10 @@ class KeptResults:
     def found_with(
         self, holders: Mapping[str, int], store: SealedStore, timeout_s: float, check: Callable[[], None]
     ) -> None:
-        """Look for results that this rank lacks with their `holders`, from now on. `check`: raises what ends the wait
-        for one. `store`: of the generation."""
+        """Ask the `holders` for the results that this rank lacks, from now on.
+
+        `store`: the generation's. `check`: raises the error that ends a wait for a result.
+        """
         self._holders = holders
 
         def fetch(key: str) -> bytes:
@@ -121,10 +121,11 @@ class KeptResults:
         self._fetch = fetch
 
     def known(self, group: str, outputs: Sequence[torch.Tensor]) -> bool:
-        """Fill the `outputs` of the next operation of `group` with its result, if another rank has it.
+        """Copy the result of the next operation of `group` into `outputs` if another rank has it; return whether one
+        has.
 
-        Returns whether one has. Raises RuntimeError where it was too large to be kept, LateRankError where its
-        holder does not give it, and what `check` raises.
+        Raises RuntimeError if it was too large to be kept, LateRankError if its holder does not publish it in time, and
+        the errors of `check`.
         """
         number = len(self._kept.get(group, ()))
         if group not in self._holders or number >= int(self._fetch(f"kept/{group}")):
@@ -153,19 +154,19 @@ def _nowhere(key: str) -> Any:
 _MAKES_DEVICE = threading.Lock()
 _TRIES = 20
 _LONGEST_NBYTES = 128
-"""Of an address (sockaddr_storage)."""
+"""Size of an address (sockaddr_storage), in bytes."""
 
 
 class GlooSockets(NamedTuple):
-    """Ends of the connections of one group: addresses as `_Socket` has them."""
+    """Addresses of the connections of one gloo group, as `_Socket` has them."""
 
     own: str
-    """Listener of this process."""
+    """Address of this process's listener."""
     peers: frozenset[str]
-    """Listeners of the other members."""
+    """Addresses of the other members' listeners."""
 
     def shut_down(self) -> None:
-        """End all connections, so that all operations of the group fail, here and at its other members."""
+        """Shut down all connections: all operations of the group fail, here and at its other members."""
         libc = ctypes.CDLL(None)
         for each in _sockets():
             if each.remote and (each.local == self.own or each.remote in self.peers):
@@ -176,18 +177,18 @@ class _Socket(NamedTuple):
     """A TCP socket of this process."""
 
     number: int
-    """File descriptor of a duplicate."""
+    """File descriptor of the duplicate."""
     inode: str
     local: str
     """Port and address."""
     remote: str
-    """The same of its peer; empty: it has none, as a listener."""
+    """Port and address of the peer; empty for a listener."""
 
 
 def connected_group(store: Any, rank: int, size: int, timeout_s: float) -> tuple[Any, GlooSockets]:
-    """Make a gloo group of `size` processes that meet in `store`, of which this is number `rank`.
+    """Create a gloo group of `size` processes that meet in `store`; this one has rank `rank` in it.
 
-    Raises RuntimeError when one does not come within `timeout_s`.
+    Raises RuntimeError if one does not come within `timeout_s`.
     """
     device, own = _device()
     store.set(f"listener/{rank}", own)
@@ -198,7 +199,7 @@ def connected_group(store: Any, rank: int, size: int, timeout_s: float) -> tuple
 
 
 def _device() -> tuple[Any, str]:
-    """Make a device, and find the address that its listener has."""
+    """Create a gloo device; return it and the address of its listener."""
     with _MAKES_DEVICE:
         for _ in range(_TRIES):
             before = {each.inode for each in _sockets()}
@@ -210,15 +211,18 @@ def _device() -> tuple[Any, str]:
 
 
 def _default_device() -> Any:
-    """Make a device as torch.distributed does for a group: for GLOO_SOCKET_IFNAME, or this host's name."""
+    """Create a device as torch.distributed does for a group: for GLOO_SOCKET_IFNAME, or else this host's name."""
     gloo: Any = dist.ProcessGroupGloo
     name = next(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")), None)
     return gloo.create_default_device() if name is None else gloo.create_device(interface=name)
 
 
 def _sockets() -> Iterator[_Socket]:
-    """List this process's TCP sockets. Each duplicate is closed once the next is asked for: whatever becomes of the
-    descriptor that it was made of, it stays the same socket."""
+    """Iterate over duplicates of this process's TCP sockets.
+
+    A duplicate stays the same socket even if the original descriptor is closed or reused. It is closed when the next is
+    requested.
+    """
     libc = ctypes.CDLL(None)
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # it has been closed meanwhile
@@ -235,7 +239,7 @@ def _sockets() -> Iterator[_Socket]:
 
 
 def _address(ask: Callable[..., int], number: int) -> str:
-    """Return the port and address that a function of libc gives of a socket; empty where there is none of TCP."""
+    """Return port and address of a socket from a function of libc; empty if it is no TCP socket."""
     found, length = ctypes.create_string_buffer(_LONGEST_NBYTES), ctypes.c_uint32(_LONGEST_NBYTES)
     if ask(number, found, ctypes.byref(length)):
         return ""
@@ -247,7 +251,7 @@ def _address(ask: Callable[..., int], number: int) -> str:
 
 
 FENCE_S = 30.0
-"""For operations to end once their connections are shut down: that takes milliseconds."""
+"""Time limit for operations to end once their connections are shut down: normally milliseconds."""
 _LOOKS_S = 0.0005
 
 
@@ -265,7 +269,7 @@ class OperationStillRunsError(UnrecoverableError):
 
 @dataclass(frozen=True)
 class _Launched:
-    """One operation."""
+    """One operation in progress."""
 
     work: Any
     """Torch's handle."""
@@ -281,20 +285,20 @@ class Fence:
         self._groups: list[FencedGroup] = []
 
     def guarded(self, native: Any, name: str, members: tuple[int, ...], sockets: GlooSockets | None) -> FencedGroup:
-        """Return torch's `native` group, whose operations are noted here. `sockets`: of gloo's."""
+        """Wrap torch's group `native`, so that its operations are recorded here. `sockets`: of a gloo group."""
         group = FencedGroup(native, name, members, sockets, self._note)
         self._groups.append(group)
         return group
 
     def close(self) -> None:
-        """Shut all connections down and abort communicators, so that what is under way ends, here and at peers."""
+        """Shut down all connections and abort communicators: pending operations end, here and at peers."""
         for group in self._groups:
             group.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until no operation can write any more. To be called after `close`.
+        """Wait until no operation can write any more. Call `close` first.
 
-        Raises OperationStillRunsError where one has not ended after `timeout_s`.
+        Raises OperationStillRunsError if one has not ended after `timeout_s`.
         """
         begun_s = time.monotonic()
         self._prune()
@@ -323,8 +327,11 @@ class Fence:
         self._launched = [each for each in self._launched if not each.work.is_completed()]
 
     def _wait_for_device(self, deadline_s: float) -> None:
-        """Wait until kernels of aborted communicators are over: torch counts them as completed once they are aborted
-        (ProcessGroupNCCL.cpp, WorkNCCL::isCompleted), and buffers are set to 0 on another stream."""
+        """Wait until the kernels of aborted communicators have ended.
+
+        torch counts their operations as completed once aborted (ProcessGroupNCCL.cpp, WorkNCCL::isCompleted), and
+        buffers are zeroed on another stream.
+        """
         done, device, begun_s = threading.Event(), torch.cuda.current_device(), time.monotonic()
 
         def synchronize() -> None:
@@ -337,7 +344,7 @@ class Fence:
 
 
 class FencedGroup:
-    """Torch's own process group of one generation. Those over NCCL note operations as they are launched."""
+    """One of torch's own process groups, for one generation. Operations over NCCL are recorded when launched."""
 
     def __init__(
         self,
@@ -352,14 +359,14 @@ class FencedGroup:
         self._sockets, self._note = sockets, note
 
     def close(self) -> None:
-        """Have all that is under way fail."""
+        """Make all pending operations fail."""
         if self._sockets is not None:
             self._sockets.shut_down()
         elif not self.is_gloo:
             self.native.abort()
 
     def __getattr__(self, name: str) -> Any:
-        """Return torch's method of this name; where it launches an operation over NCCL, that is noted."""
+        """Return torch's method of this name; if it launches an operation over NCCL, the wrapper records that."""
         method = getattr(self.native, name)
         if self.is_gloo or not callable(method):
             return method

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations of a job: the sets of live cells that train one after another. Pure: no store, thread or clock.
 
-Failures make a generation, and admissions of ranks that rejoin do. Ranks learn of failures at different times and have
-to meet before they can agree on anything, so its identity follows from what each sees by itself.
+Failures begin a generation, and so do admissions of rejoining ranks. Ranks learn of failures at different times and
+must meet before they can agree on anything. So each rank derives the generation's identity from its own membership.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RESTART = "restart from the last checkpoint"
 
 
 class GenerationId(NamedTuple):
-    """Names one generation of a job for good, and so all that is keyed by it: attempts, keys in the store, groups.
+    """Identity of one generation, unique within the job: attempts, keys in the store and groups are keyed by it.
 
-    No two generations share one: an admission has the number of the call that it comes before, which is committed once,
-    and a failure has none. Later generations compare greater.
+    An admission is identified by the number of the call that it precedes, which is committed once; a failure has no
+    such number. Later generations compare greater.
     """
 
     membership: int
-    """Epoch of the launcher's membership: of the first failure that makes these cells dead, or of the admission."""
+    """Membership epoch of the first failure that made these cells dead, or of the admission."""
     admission: int = 0
     """1 + number of the call before which ranks were admitted; 0: failures made this generation."""
 
@@ -42,44 +42,45 @@ FIRST = GenerationId(0)
 
 @dataclass(frozen=True)
 class Generation:
-    """A set of live cells."""
+    """A set of live cells, with the admissions that led to it."""
 
     id: GenerationId
     live: frozenset[int]
-    """Ranks of cells all of whose ranks live."""
+    """Ranks of all live cells. A cell is live if all of its ranks are."""
     dead_cells: frozenset[Cell]
     admitted: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that had failed and take part again, and the membership epoch of the arrival of each."""
+    """Membership epoch of the arrival of each failed rank that has rejoined."""
     least: int = 0
     """Membership epoch of the last admission."""
     refused: Mapping[int, int] = field(default_factory=dict)
-    """Arrivals, as in `admitted`, that came too late to their admission: their processes are not admitted any more."""
+    """Arrivals, as in `admitted`, that were too late for their admission: their processes cannot be admitted
+    any more.
+    """
 
 
 def first_generation(layout: JobLayout) -> Generation:
-    """Return the one that all ranks begin with."""
+    """Return the generation that a job begins with: all ranks."""
     return Generation(FIRST, frozenset(layout.workers), frozenset())
 
 
 def dead_cells(layout: JobLayout, membership: Membership, admitted: Mapping[int, int]) -> frozenset[Cell]:
-    """Return cells that have lost ranks in whose places no others have been admitted."""
+    """Return the cells with failed ranks that have not been replaced. `admitted`: see `Generation`."""
     return frozenset(
         layout.workers[each.rank].cell for each in membership.left if each.epoch > admitted.get(each.rank, 0)
     )
 
 
 def live_ranks(layout: JobLayout, membership: Membership, admitted: Mapping[int, int]) -> frozenset[int]:
-    """Return ranks of cells that have lost none, or have admitted others in their places. `admitted`: see
-    `Generation`."""
+    """Return the ranks of all cells that are not dead. `admitted`: see `Generation`."""
     dead = dead_cells(layout, membership, admitted)
     return frozenset(rank for rank, worker in layout.workers.items() if worker.cell not in dead)
 
 
 def after_failures(layout: JobLayout, membership: Membership, before: Generation) -> Generation:
-    """Return the generation of those that live in `membership`, which follows `before`. The same for all memberships
-    with these dead cells.
+    """Return the generation of the ranks that are live in `membership`, which follows `before`.
 
-    Raises JobLostError where a stage has no live cell, UnrecoverableError where this rank's cell has lost another rank.
+    It is the same for all memberships with these dead cells. Raises JobLostError if a stage has no live cell,
+    UnrecoverableError if another rank of this rank's cell has failed.
     """
     refuse_lost_stages(layout, membership, before.admitted)
     dead = dead_cells(layout, membership, before.admitted)
@@ -100,7 +101,7 @@ def after_failures(layout: JobLayout, membership: Membership, before: Generation
 
 
 def rejoining(layout: JobLayout, membership: Membership, before: Generation) -> dict[int, Arrival]:
-    """Return ranks that stand ready to take part and do not in `before`, of cells all of whose ranks do."""
+    """Return the arrivals of ranks that are ready to rejoin `before`, of cells that are ready as a whole."""
     live = set(membership.live)
     ready = {
         each.rank: each
@@ -112,7 +113,9 @@ def rejoining(layout: JobLayout, membership: Membership, before: Generation) -> 
 
 
 def can_admit(layout: JobLayout, membership: Membership, before: Generation) -> bool:
-    """Return whether ranks can be admitted to `before` now: some stand ready, and none of it has failed."""
+    """Return whether ranks can be admitted to `before` now: a whole cell is ready, and no rank of `before` has
+    failed.
+    """
     # First, for what follows looks at every rank of the job, and this is asked at every commit.
     if all(each.epoch <= before.admitted.get(each.rank, 0) for each in membership.arrived):
         return False
@@ -122,8 +125,9 @@ def can_admit(layout: JobLayout, membership: Membership, before: Generation) -> 
 
 
 def with_rejoining(layout: JobLayout, membership: Membership, before: Generation, call: int) -> Generation:
-    """Return the generation in which those of `before` and those that stand ready in `membership` take part, from call
-    number `call` on."""
+    """Return the generation of `before` and the ranks that are ready in `membership`, which begins with call number
+    `call`.
+    """
     arrived = {rank: each.epoch for rank, each in rejoining(layout, membership, before).items()}
     admitted = {**before.admitted, **arrived}
     identity = GenerationId(membership.epoch, call + 1)
@@ -132,7 +136,7 @@ def with_rejoining(layout: JobLayout, membership: Membership, before: Generation
 
 
 def refuse_lost_stages(layout: JobLayout, membership: Membership, admitted: Mapping[int, int]) -> None:
-    """Raise JobLostError where a stage has no live cell. `admitted`: see `Generation`."""
+    """Raise JobLostError if a stage has no live cell. `admitted`: see `Generation`."""
     dead = dead_cells(layout, membership, admitted)
     stages = {cell.stage for cell in layout.cells}
     lost = [stage for stage in sorted(stages) if all(cell in dead for cell in layout.cells_of(stage))]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publish that a rank ends the job, by an error of its own or at the end of the training, and abort on that.
+"""Publish that a rank ends the job, by an error of its own or at the end of training, and abort other ranks' waits.
 
-Who fails is to be seen first: its traceback is logged before any other rank is made aware of the error, and those that
-are wait for its process to end, so that launchers, exit statuses and error files name the rank that failed. Where the
-process of a rank serves the job's store, that one ends last: others ask the store until they end, and torch would log
-in each that it is gone.
+The failed rank must be seen first, so that launchers, exit statuses and error files name it. It logs its traceback
+before any other rank learns of the error, and the others wait for its process to end. If a rank's process serves the
+job's store, it ends last: the others use the store until they end, and torch would log in each that it is gone.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _ERROR, _END, _GOING = "last_word", "ended", "going"
 _MOST_NBYTES = 1 << 14
 _LOGGED = "_adaptra_logged"
 _STORE_S = 2.0
-"""For the job's store, as a job ends in which the death of a rank is not got over."""
+"""Timeout of requests to the job's store while a job ends that does not survive rank failures."""
 _GOES_S, _LOOKS_S = 5.0, 0.02
 """For the process of a rank that has failed to end, however long it takes to clean up."""
 _LAST_S = _GOES_S + 1.0
-"""For all other processes to end, which wait for that one."""
+"""Longest wait for all other processes to end, which in turn wait for the failed one."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +40,22 @@ class ErrorNotice:
     """Notice of a rank that ends with an error of its own."""
 
     rank: str
-    """Its name in messages."""
+    """Name of the rank, for messages."""
     error: str
     process: int
     identity: str
     """See `process_identity`."""
     serves: bool = False
-    """Whether its process serves the job's store, and so ends last."""
+    """True if its process serves the job's store, and so ends last."""
 
     def __str__(self) -> str:
         return f"{self.rank}: {self.error}"
 
     def wait_for_end(self) -> None:
-        """Wait until its process has ended and its launcher has seen that; for some seconds at most. Returns at once
-        where that process waits for this one."""
+        """Wait until its process has ended and been reaped by its launcher, for a few seconds at most.
+
+        Returns at once if that process waits for this one.
+        """
         if self.serves:
             return
         deadline_s, visible = time.monotonic() + _GOES_S, self.identity == process_identity()
@@ -71,13 +72,13 @@ class ErrorNotice:
 
 @dataclass(frozen=True)
 class EndingProcess:
-    """A process that ends, of a job that ends with an error."""
+    """A process that is about to end, in a job that ends with an error."""
 
     process: int
     identity: str
 
     def over(self, identity: str) -> bool:
-        """Return whether it has ended, as seen by a process of `identity`; False where that cannot be seen."""
+        """Return whether the process has ended; False if a process of `identity` cannot see that."""
         if self.identity != identity:
             return False
         try:
@@ -94,16 +95,16 @@ class EndingProcess:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of this rank, in a job that ends with an error."""
+    """End of this rank in a job that ends with an error."""
 
     control: ControlStore
     word: ErrorNotice | None
-    """Of another rank, whose error it is."""
+    """Error of another rank that ends the job; None: it is this rank's own."""
     others: int
-    """Ranks that end before this one, since its process serves their store; 0: it serves none."""
+    """Number of ranks that must end before this one, since its process serves their store; else 0."""
 
     def wait(self) -> None:
-        """Wait until those that are to end before this rank have; for some seconds at most."""
+        """Wait until the ranks that must end first have ended, for a few seconds at most."""
         if self.word is not None:
             self.word.wait_for_end()
         if self.others:
@@ -122,8 +123,9 @@ def _outlast(store: SealedStore, others: int) -> None:
 
 
 def log_own(name: str, error: BaseException) -> None:
-    """Log an error of this rank's own with its traceback, once, and let out what this process has printed: from now on
-    its launcher may end it at any moment."""
+    """Log this rank's own error with its traceback, once, and flush its output: its launcher may kill it from
+    now on.
+    """
     if _LOGGED in vars(error):
         return
     vars(error)[_LOGGED] = True
@@ -136,8 +138,10 @@ def log_own(name: str, error: BaseException) -> None:
 def publish_error(
     store: SealedStore, name: str, error: BaseException, *, printed: bool = False, serves: bool = False
 ) -> None:
-    """The rank of this `name` ends with an error of its own; the first that says so is the one that counts. Logs it,
-    unless Python has `printed` it. `serves`: see `ErrorNotice`. A store that does not answer is left alone."""
+    """Publish that the rank called `name` ends with an error of its own; only the job's first such error counts.
+
+    Logs it, unless Python has `printed` it. `serves`: see `ErrorNotice`. Ignores a store that does not answer.
+    """
     if not printed and not isinstance(error, UnrecoverableError):
         log_own(name, error)
     text = plain_text(f"{type(error).__name__}: {str(error)[:500]}")
@@ -147,8 +151,11 @@ def publish_error(
 
 
 def end_job(control: ControlStore, layout: JobLayout, error: BaseException) -> Ending:
-    """An iteration of this rank has failed where no death is got over. Logs and says `error` where it is its own. What
-    is returned is to be waited for, once nothing of this rank's is under way."""
+    """Log and publish the error of a failed iteration, in a job that does not survive rank failures.
+
+    Returns the end of this rank, to be waited for once none of its operations is pending. An error caused by another
+    rank is not published.
+    """
     name, word, own = layout.name(layout.rank), None, not is_communication(error)
     serves = layout.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # as torch's rendezvous
     with suppress(RuntimeError), control.lent("last word", _STORE_S) as store:
@@ -168,14 +175,17 @@ def end_job(control: ControlStore, layout: JobLayout, error: BaseException) -> E
 
 
 def publish_finished(store: SealedStore) -> None:
-    """A rank has come to the end of the training. A store that does not answer is left alone."""
+    """Publish that a rank has reached the end of the training. Ignores a store that does not answer."""
     with suppress(RuntimeError):
         store.set(_END, b"ended")
 
 
 def check_abort(store: SealedStore, name: str) -> None:
-    """For a rank of this `name` that waits for others: raise OtherRankError where one has ended with an error of its
-    own, once its process has ended; UnrecoverableError where they have come to the end of the training."""
+    """Raise if the job has ended, on the rank called `name`, which waits for others.
+
+    Raises OtherRankError if a rank has ended with an error of its own, once its process has ended; UnrecoverableError
+    if ranks have reached the end of the training.
+    """
     if (word := _error_in(store)) is not None:
         word.wait_for_end()
         raise OtherRankError(f"this job ends with an error of {word}")

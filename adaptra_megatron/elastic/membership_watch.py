@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learn from the launcher, in a thread, which ranks live, and wake or end training when one has failed.
 
-The way to find ranks that stand still: processes that are stopped, or hang in a driver, and whose hosts report.
-The first rank that has waited for longer than the job's timeout, while the launcher knows of no death, calls the
-roll. All that run interrupt what they wait in and answer; those that have not answered within the timeout stand
-still, and the launcher ends them. From then on they are ranks that have died.
+A liveness check finds stalled ranks: processes that are stopped, or hang in a driver, while their hosts report. The
+first rank that has waited longer than the job's timeout, while the launcher knows of no failure, requests it. All
+running ranks interrupt their waits and respond. The launcher ends the ranks that have not responded within the timeout,
+and from then on they count as failed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _CONNECT_S, _STARTUP_POLL_S = 60.0, 0.5
 
 
 class StartupFailureMonitor:
-    """From construction to `close`, if a launcher says which ranks live."""
+    """Ends this process if a rank fails before the first iteration, under a launcher that reports failures."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
         threading.Thread(target=self._work, name="adaptra-early-watch", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread; from now on deaths are another's business."""
+        """End the thread; RecoveryManager handles failures from now on."""
         self._closed.set()
 
     def _work(self) -> None:
@@ -58,7 +58,7 @@ _ROLL_CALL_LOOKS_S = 0.1
 
 
 def is_called(store: SealedStore) -> bool:
-    """Return whether a rank has called the roll of the epoch that `store` is of."""
+    """Return whether a rank has requested a liveness check in the generation of `store`."""
     return store.peek("called") is not None
 
 
@@ -70,10 +70,10 @@ def answer_roll(
     timeout_s: float,
     check: Callable[[], bool],
 ) -> Stalled | None:
-    """Call the roll, or answer to it, and wait for all others of the `live` ranks. `admitted`: see `Generation`.
+    """Request a liveness check, or respond to one, and wait for the response of all `live` ranks.
 
-    Returns those that have not answered within `timeout_s`, for the launcher; None where all have, where fewer than
-    half have, or once `check` says that there is no need any more.
+    Returns the ranks that have not responded within `timeout_s`, for the launcher. Returns None if all have, if fewer
+    than half have, or once `check` returns True: the live ranks have changed. `admitted`: see `Generation`.
     """
     store.set("called", b"called")
     store.set(f"here/{layout.rank}", b"here")
@@ -108,16 +108,19 @@ _LOOKS_S, _RANKS_PER_S = 0.05, 20_000
 
 
 class MembershipWatch:
-    """From construction to `close`. The store is the launcher's: without it there is no job."""
+    """Thread that reads the launcher's membership from the job's store, from construction to `close`."""
 
     def __init__(
         self, records: MembershipRecords, changed: Callable[[Membership], None], looked: Callable[[], None]
     ) -> None:
-        """`changed`: called in the thread with each new membership, before it is the newest. `looked`: called in it
-        now and then. Both may raise RuntimeError where a store does."""
+        """Start the thread.
+
+        It calls `changed` with each new membership before `newest` returns it, and `looked` about once a second. Both
+        may raise RuntimeError if a store does.
+        """
         self._records, self._changed, self._looked = records, changed, looked
         self._stalled: Stalled | None = None
-        """Still to be reported."""
+        """Stalled ranks that are still to be reported."""
         self._newest = records.newest()
         self._news = threading.Condition()
         self._closed, self._look = threading.Event(), threading.Event()
@@ -126,19 +129,19 @@ class MembershipWatch:
 
     @property
     def newest(self) -> Membership | None:
-        """The last membership that is known."""
+        """The latest known membership."""
         with self._news:
             return self._newest
 
     def wait_beyond(self, epoch: int, timeout_s: float) -> Membership | None:
-        """The newest membership once it is of an epoch after `epoch`; None if there is none within `timeout_s`."""
+        """Return the newest membership once its epoch is after `epoch`; None if there is none within `timeout_s`."""
         self._look.set()
         with self._news:
             self._news.wait_for(lambda: self._newest is not None and self._newest.epoch > epoch, timeout_s)
             return self._newest if self._newest is not None and self._newest.epoch > epoch else None
 
     def report(self, stalled: Stalled) -> None:
-        """Have the launcher end ranks that stand still."""
+        """Report stalled ranks to the launcher, which ends them."""
         self._stalled = stalled
         self._look.set()
 

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process group that survives failures of its members: Megatron holds one object, the groups behind it change.
 
-If a member has failed, or fails while an operation is under way:
+If a member has failed, or fails during an operation:
 
-1. Inside a call of Megatron's schedules the operation, or `wait` on its handle, raises, and RecoveryManager repeats
-   the whole call. Its outputs are undefined until then.
+1. Inside a call of Megatron's schedules the operation, or `wait` on its handle, raises, and RecoveryManager repeats the
+   whole call. Its outputs are undefined until then.
 2. Outside of calls it returns one result, the same for all live members: it is repeated in the next generation, or
-   copied from a rank that has the result (of at most MOST_KEPT_NBYTES; RuntimeError beyond). Handles are completed
-   ones. Gathers of parameters from shards are repeated by all ranks together, at the next operation over all of them
-   (`FaultTolerantGroups.gather_missed`).
+   copied from a rank that has the result (of at most MOST_KEPT_NBYTES; RuntimeError beyond). Its handle is complete
+   when the operation returns. Gathers of parameters from shards are repeated by all ranks together, at the next
+   operation over all of them (`FaultTolerantGroups.gather_missed`).
 3. A wait for members raises EpochEndedError once the set of live ranks has changed, LateRankError after the job's
    timeout, or the backend's error. None of them is an error of this rank (`failure_errors.is_communication`).
-4. Sums, maxima and minima are over live members. Of a state that several of them hold, one addend counts.
-5. What only failed members had is never made up: gathering it raises UnwrittenError. Broadcasts of it, scatter,
+4. Sums, maxima and minima are over live members. If several members hold the same state, one addend counts.
+5. Data that only failed members had is never made up: gathering it raises UnwrittenError. Broadcasts of it, scatter,
    all-to-all, other reductions, and reduce-scatter without shards raise RuntimeError. These errors end the job.
-6. `size()` and `rank()` stay those of the start, but within `FaultTolerantGroups.numbered_alive`.
-7. After `FaultTolerantGroups.leave`, no operation of an earlier generation writes into anything that Megatron reads.
+6. `size()` and `rank()` stay those of the start, except within `FaultTolerantGroups.numbered_alive`.
+7. After `FaultTolerantGroups.leave`, no operation of an earlier generation writes into memory that Megatron reads.
 
 Size and ranks stay, as data-parallel sizes, scalings and schedules count the whole job. Operations outside of calls are
 repeated one by one, as Megatron-LM's training loop cannot be run again from its middle.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class CompletedWork(Work):
-    """A handle of an operation that has been carried out."""
+    """Handle of a completed operation."""
 
     def wait(self, timeout: Any = None) -> bool:
         """Return True at once."""
@@ -59,7 +59,7 @@ class CompletedWork(Work):
 
 
 class Pending(Work):
-    """A handle of an operation under way inside a call; waiting for it ends with the epoch."""
+    """Handle of an operation in progress inside a call. The end of the generation ends its waits."""
 
     def __init__(self, groups: FaultTolerantGroups, work: Any) -> None:
         super().__init__()
@@ -75,16 +75,16 @@ class Pending(Work):
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether the operation has succeeded."""
         return bool(self._work.is_success())
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait, as `wait` does: results are then usable on any stream."""
         self.wait()
 
 
 class CallbackWork:
-    """Torch's handle of an operation, and what is to be done once it has been carried out."""
+    """One of torch's handles, with a function to call once the operation is complete."""
 
     def __init__(self, work: Any, act: Callable[[], object]) -> None:
         self._work, self._act = work, act
@@ -104,7 +104,7 @@ class CallbackWork:
 
 
 class CoalescedWork:
-    """Torch's handles of operations that were launched together."""
+    """Handles of several operations that were launched together."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -121,20 +121,24 @@ class CoalescedWork:
 
 
 COUNTS = "adaptra_micro_batches"
-"""Attribute of a tensor of gradients: how many micro-batches are in it, a tensor that is reduced with it
-(megatron/state/conservation.py)."""
+"""Attribute of a gradient tensor: a tensor with the number of micro-batches in it, which is reduced with it
+(megatron/state/conservation.py).
+"""
 
 Launch = Callable[[Any, list[torch.Tensor]], Any]
-"""Begins an operation of torch's own group of those that live, with these outputs; returns torch's handle. Outputs are
-new each time that an operation is repeated: what an earlier try has left under way writes into others."""
+"""Launches an operation on torch's own group, given the outputs; returns torch's handle.
+
+A repeated operation gets new outputs, since a pending earlier try may still write into its own.
+"""
 
 _IGNORE_FAILED = frozenset({"megatron.core.timers", "megatron.training.dist_signal_handler"})
-"""Modules whose outputs are set before they gather, and which take the parts of failed members for nothing: times of 0
-(Timers._get_elapsed_time_all_ranks), no signal (all_gather_item)."""
+"""Modules that set their outputs before they gather, and read the defaults of failed members as nothing: times of 0
+(Timers._get_elapsed_time_all_ranks), no signal (all_gather_item).
+"""
 
 
 class UnwrittenError(RuntimeError):
-    """A collective would leave the parts of failed members in its output as memory held them before."""
+    """A gather would leave the outputs of failed members uninitialised."""
 
     def __init__(self, group: str, missing: Sequence[int]) -> None:
         self.group, self.missing = group, tuple(missing)
@@ -146,8 +150,9 @@ class UnwrittenError(RuntimeError):
 
 
 def ignores_failed_members() -> bool:
-    """Return whether the caller of a collective is known to set its output before, and to take no notice of parts that
-    stay as they are."""
+    """Return whether the caller of the collective is known to set its outputs before, so that unchanged ones do no
+    harm.
+    """
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         name = str(caller.f_globals.get("__name__", ""))
@@ -161,40 +166,45 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs do not know that Python ma
 
 
 class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
-    """One group of this process, whose methods torch.distributed calls. The rules stand above.
+    """A process group whose methods torch.distributed calls. The rules stand above.
 
-    Where ranks have failed, a group that spans stages of one replica is joined with those of the other replicas. For
-    each stage the lowest live replica counts: after data-parallel reduction all of a stage hold the same. Groups within
-    one of several optimizer instances are joined with those of the others in the same way, for each shard.
+    After failures, a group that spans stages of one replica is joined with those of the other replicas. The lowest live
+    replica then stands for each stage, since after data-parallel reduction all replicas of a stage hold the same.
+    Groups within one optimizer instance are joined with those of the others in the same way, for each shard.
     """
 
     def __init__(self, groups: FaultTolerantGroups, ranks: Sequence[int], rank: int, description: str) -> None:
-        """`ranks`: global ones. `rank`: this process's global one."""
+        """`ranks`: global ranks of the members. `rank`: global rank of this process."""
         super().__init__(list(ranks).index(rank), len(ranks))
         self.ranks = tuple(ranks)
         self.members = self.ranks
-        """Global ranks that take part in the present generation."""
+        """Global ranks of the present generation's members."""
         self.speaks = True
-        """True where this rank's addend counts in sums."""
+        """True if this rank's addend counts in sums."""
         self.stand_ins: dict[int, int] = {}
-        """By global rank of the start: the one that has what it would have; none where that is lost."""
+        """Live rank that holds the same data as each original member, by global rank; failed members without one are
+        absent.
+        """
         self.holders: Sequence[int] | None = None
-        """Where each member has a shard of what the group reduces and gathers: by place, that of the member which holds
-        a copy of the shard."""
+        """If the group reduces and gathers shards: index of the member that holds the copy of each member's shard. Else
+        None.
+        """
         self.alike: Mapping[int, Sequence[int]] | None = None
-        """By member of a group that is joined with others where ranks have died: ranks that have what it has, itself
-        among them, by replica. Empty for a group that is not; None: not looked up yet."""
+        """Ranks that hold the same data as each member, itself included, in order of replicas. Empty for a group that
+        is never joined with others; None before the first use.
+        """
         self.key: str | None = None
-        """Its name among all ranks: see `FaultTolerantGroups._key`. None: not made yet."""
+        """Name of the group, equal on all ranks: see `FaultTolerantGroups._key`. None before its first use."""
         self.instances = 1
         """Number of optimizer instances, where each has such a group of its own."""
         self.has_shards = False
-        """True where members reduce and gather shards of their optimizer instance."""
+        """True if members reduce and gather the shards of their optimizer instance."""
         self.adds_instances = False
-        """True where members add up what their optimizer instances have reduced. Where ranks have died, that has been
-        reduced over all instances."""
+        """True if the group sums over optimizer instances. After failures there is nothing left to sum: the reduction
+        within each instance already spans all instances.
+        """
         self.behalves: list[Callable[[torch.Tensor], object]] = []
-        """Add to this rank's addend of the next sum what the dead would have added whose shards it has copies of."""
+        """Functions that add the addends of failed members, whose shards this rank holds copies of, to its next sum."""
         self.renumbered = False
         """True while only live members are numbered: see `FaultTolerantGroups.numbered_alive`."""
         self._seen_as: int | None = None
@@ -203,12 +213,12 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def whole(self) -> bool:
-        """Return whether all that are numbered take part, and no others."""
+        """Return whether the group has all of its numbered members, and no others."""
         return self.renumbered or self.members == self.ranks
 
     @contextmanager
     def seen_as(self, place: int) -> Iterator[None]:
-        """Number members as at the start meanwhile, this process by `place`."""
+        """Use the original numbers within this context, and `place` as this process's rank in the group."""
         before = self._seen_as
         self._seen_as = place
         try:
@@ -218,25 +228,25 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def place(self) -> int:
-        """This process's place at the start."""
+        """Return this process's original rank in the group."""
         return self.ranks.index(self._groups.rank)
 
     @property
     def stood_in_for(self) -> list[int]:
-        """Places of dead members of whose shards this rank has the copy."""
+        """Return the original ranks of failed members whose shards this rank holds copies of."""
         if self.holders is None:
             return []
         mine = [place for place, holder in enumerate(self.holders) if holder == self.place]
         return [place for place in mine if self.ranks[place] not in self.members]
 
     def rank(self) -> int:
-        """Return this process's place: that of the start, or among those that live."""
+        """Return this process's rank in the group: the original one or, if renumbered, that among live members."""
         if self._seen_as is not None:
             return self._seen_as
         return self.members.index(self._groups.rank) if self.renumbered else super().rank()
 
     def size(self) -> int:
-        """Return the number of members, of the start or of those that live."""
+        """Return the original number of members or, if renumbered, the number of live ones."""
         return len(self.members) if self.renumbered and self._seen_as is None else len(self.ranks)
 
     @property
@@ -246,7 +256,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return [self._groups.device] if self in _world.pg_map else []
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the name under which torch has registered these groups."""
+        """Return the backend name that these groups are registered with in torch."""
         return "adaptra"
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -258,14 +268,14 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self._groups.run(self, outputs, launch, renewed=renewed, own_memory=own_memory)
 
     def _place(self, rank: int) -> int:
-        """The place, among those that take part, of the rank with place `rank` at the start."""
+        """Return the present rank in the group of the member with original rank `rank`, or of its stand-in."""
         stand_in = self.members[rank] if self.whole else self.stand_ins.get(self.ranks[rank])
         if stand_in is None:
             raise RuntimeError(f"rank {self.ranks[rank]} of {self.description} has died, and no other has what it had")
         return self.members.index(stand_in)
 
     def _reduced(self, tensors: Sequence[torch.Tensor], operation: Any) -> None:
-        """Before an addition to which this rank has nothing to add."""
+        """Check that `operation` can be reduced, and zero the tensors if this rank's addend does not count."""
         known = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         if not self.whole and not any(operation == each for each in known):
             raise RuntimeError(f"only sums, maxima and minima over {self.description} have a sense without the dead")
@@ -274,7 +284,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.zero_()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """Sum, largest or smallest of what those that live have."""
+        """Reduce over the live members: sum, maximum or minimum."""
         options = dist.AllreduceOptions() if opts is None else opts
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
@@ -291,7 +301,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(tensors, launch)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        """The same of several tensors."""
+        """Reduce several tensors over the live members."""
         options = dist.AllreduceCoalescedOptions() if opts is None else opts
         counts = counts_of(tensors)
 
@@ -306,10 +316,10 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     def _sum_counted(
         self, native: Any, given: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], operation: Any
     ) -> Any:
-        """Reduce `given` in place, as one operation as torch's coalesced ones, and the `counts` of what is in them.
+        """Reduce `given` in place, in one operation like torch's coalesced ones, together with their `counts`.
 
-        On the CPU both are put in place together, by whom waits: an operation that nobody waits for, since its attempt
-        has ended, changes neither. On a GPU the counts come behind `given` in the same queue.
+        On the CPU the waiting thread writes both in place together: an operation of an abandoned attempt, which nobody
+        waits for, changes neither. On a GPU the counts follow `given` in the same queue.
         """
         on_cpu, options = native.is_gloo, dist.AllreduceOptions()
         if not on_cpu:
@@ -329,7 +339,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return CallbackWork(CoalescedWork([native.allreduce([each], options) for each in sums]), put_in_place)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        """As `allreduce`: those that do not ask for the result may get it."""
+        """Reduce over the live members; only the root's tensors change."""
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
         kept = [tensor.clone() for tensor in tensors]
@@ -353,22 +363,24 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(tensors, launch)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        """Gather what the live members have."""
+        """Gather the tensors of all members; see rule 5 for failed ones."""
         return self._gathered(outputs[0], inputs[0], opts)
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
-        """The same into one tensor. Where members have shards: the copies of those of the dead, from what their holders
-        have in `output`; and where a member dies meanwhile, what has not been gathered is
-        `FaultTolerantGroups.stale`."""
+        """Gather the tensors of all members into one.
+
+        If members have shards, the shard of a failed member comes from its holder. If a member fails meanwhile,
+        parameters are `FaultTolerantGroups.stale`.
+        """
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """The same for several tensors."""
+        """Gather several tensors, each as `all_gather_single`."""
         gather = self._gathering(opts)
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
@@ -382,7 +394,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """The same, by its name before torch 2.13."""
+        """Do as `all_gather_single_coalesced`, which had this name before torch 2.13."""
         return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     def _gathered(self, outputs: list[torch.Tensor], given: torch.Tensor, opts: Any) -> Work:
@@ -390,7 +402,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(outputs, lambda native, found: gather(native, found, given))
 
     def _gathering(self, opts: Any) -> Callable[[Any, list[torch.Tensor], torch.Tensor], Any]:
-        """Return what gathers a tensor of each member into one of as many outputs."""
+        """Return a function that gathers one tensor of each member into as many outputs."""
         options = AllgatherOptions() if opts is None else opts
         # The frames of the caller are those of now: the operation may be repeated later.
         ignores = self.holders is not None or self._groups.ignores_failed or ignores_failed_members()
@@ -419,12 +431,12 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return options
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
-        """As `allgather`; those that do not ask for it get nothing."""
+        """Gather the tensors of all members at the root."""
         found = outputs[0] if outputs else [torch.empty_like(inputs[0]) for _ in range(self.size())]
         return self._gathered(found, inputs[0], None)
 
     def barrier(self, opts: Any = None) -> Work:
-        """Until all that live have come."""
+        """Wait until all live members have called this."""
         return self.allreduce([torch.zeros(1, device=self._groups.device)])
 
     def _whole_only(self, name: str, outputs: Sequence[torch.Tensor], launch: Launch) -> Work:
@@ -436,24 +448,26 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(outputs, checked)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
-        """As torch's. Raises RuntimeError, as the following, where members have died."""
+        """Scatter as torch does. Raises RuntimeError if members have failed."""
         return self._whole_only("scatter", outputs, lambda native, found: native.scatter(found, inputs, opts))
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
-        """As torch's."""
+        """Reduce and scatter as torch does. Raises RuntimeError if members have failed and have no shards."""
         return self._reduce_scatter_base(outputs[0], torch.stack(inputs[0]), opts)
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
-        """As torch's. Where members have shards: what this rank holds a copy of is reduced too, in `given`."""
+        """Reduce one tensor and scatter it. With shards, the part of which this rank holds a copy is reduced too, in
+        `given`.
+        """
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """The same for several tensors."""
+        """Reduce and scatter several tensors, each as `reduce_scatter_single`."""
         # Inputs are reduced in place.
         scatters, many = [self._scattering(opts) for _ in outputs], len(outputs)
         counts = [counts_of([each]) for each in inputs]
@@ -467,11 +481,11 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """The same, by its name before torch 2.13."""
+        """Do as `reduce_scatter_single_coalesced`, which had this name before torch 2.13."""
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
     def _scattering(self, opts: Any) -> Callable[[Any, torch.Tensor, torch.Tensor, list[torch.Tensor]], Any]:
-        """Return what reduces a tensor and its counts over all members, and gives this one its part."""
+        """Return a function that reduces a tensor and its counts over all members, and writes this member's part."""
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
 
@@ -500,7 +514,9 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return launch
 
     def hand_on(self, given: torch.Tensor, received: torch.Tensor) -> Work:
-        """Give `given`, flat, to the holder of this rank's shard, and receive what that of the held one gives."""
+        """Send `given` [n] to the holder of this rank's shard, and receive that of the member whose shard this rank
+        copies.
+        """
         return self._run([received], lambda native, found: self._handing_on(native, given, found[0]))
 
     def _handing_on(self, native: Any, given: torch.Tensor, received: torch.Tensor) -> Any:
@@ -510,13 +526,13 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return native.alltoall_base(received, given, frm, to, dist.AllToAllOptions())
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
-        """As torch's."""
+        """Exchange as torch does. Raises RuntimeError if members have failed."""
         return self._whole_only("alltoall", outputs, lambda native, found: native.alltoall(found, inputs, opts))
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
     ) -> Work:
-        """As torch's."""
+        """Exchange parts of one tensor as torch does. Raises RuntimeError if members have failed."""
         return self._whole_only(
             "alltoall",
             [output],
@@ -526,10 +542,10 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
     ) -> Work:
-        """As torch's."""
+        """Do as `alltoall_base`, by its newer name."""
         return self.alltoall_base(output, given, output_splits, input_splits, opts)
 
 
 def counts_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Return what is reduced together with `tensors`."""
+    """Return the micro-batch counts that are reduced together with `tensors`."""
     return [getattr(tensor, COUNTS) for tensor in tensors if hasattr(tensor, COUNTS)]

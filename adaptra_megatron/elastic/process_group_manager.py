@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All fault-tolerant process groups of one process, and the groups of torch behind them in each generation.
+"""All fault-tolerant process groups of one process, and the torch groups behind them in each generation.
 
-What callers may rely on stands in `process_group`. It is kept by three means: operations outside of calls run on new
-tensors, and their results are kept until the next commit (`fence.KeptResults`); waits are sliced, so that they see the
-end of a generation; and `leave` returns only once nothing of the generation can write any more (`fence.Fence`).
+`process_group` has the rules that callers may rely on. Three means keep them. Operations outside of calls run on new
+tensors, and their results are kept until the next commit (`fence.KeptResults`). Waits are sliced, so that they notice
+the end of a generation. `leave` returns only once no operation of the generation can write any more (`fence.Fence`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ _CONNECT_S, _SEEN_S, _LOOKS_S = 60.0, 60.0, 0.1
 
 
 def refuse_newcomer(reroute: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UnrecoverableError in a process that has been started again by itself, where `reroute`
-    (--adaptra-reroute) lets none take part in a job that runs."""
+    """Raise UnrecoverableError in a restarted rank if `reroute` (--adaptra-reroute) does not let ranks rejoin."""
     if environment.get(START_VARIABLE):
         raise UnrecoverableError(
             f"rank {environment['RANK']} has been started again (--max-restarts), but with --adaptra-reroute {reroute} "
@@ -58,9 +57,10 @@ def refuse_newcomer(reroute: str, environment: Mapping[str, str] = os.environ) -
 
 
 def place_to_take(environment: Mapping[str, str] = os.environ) -> Departure | None:
-    """The departure of this process's rank where it has been started again; None where it is the first of its rank.
+    """Return the departure of this process's rank if the rank was restarted; None in the rank's first process.
 
-    Raises UnrecoverableError where the job has not lost that rank, RuntimeError where the store cannot be reached.
+    Raises UnrecoverableError if the launcher does not report the rank's departure in time, RuntimeError if the store
+    cannot be reached.
     """
     if not environment.get(START_VARIABLE):
         return None
@@ -80,15 +80,15 @@ def place_to_take(environment: Mapping[str, str] = os.environ) -> Departure | No
 Made = TypeVar("Made")
 
 SLICE = timedelta(milliseconds=20)
-"""For how long a wait looks away from the set of live ranks."""
+"""Longest uninterrupted part of a wait: between two parts the set of live ranks is checked."""
 _NAME = "adaptra"
 
 
 def live_groups(config: AdaptraConfig) -> FaultTolerantGroups | None:
-    """Return those of this process, in place from now on, where `config` asks for training that survives rank failures.
+    """Install and return this process's fault-tolerant groups; None if `config` does not ask for fault tolerance.
 
-    Raises RuntimeError where torch.distributed has been initialised already, UnrecoverableError where this process has
-    been started again and cannot take part.
+    Raises RuntimeError if torch.distributed has been initialised already, UnrecoverableError if this process is a
+    restarted rank that cannot rejoin.
     """
     if not config.is_fault_tolerant:
         refuse_newcomer(config.reroute)
@@ -101,43 +101,53 @@ def live_groups(config: AdaptraConfig) -> FaultTolerantGroups | None:
 
 
 class FaultTolerantGroups:
-    """Made before torch.distributed is initialised. For the training thread, but where said."""
+    """All fault-tolerant groups of this process. For the training thread, unless a method says otherwise.
+
+    Construct it before torch.distributed is initialised.
+    """
 
     def __init__(self, place: Departure | None = None) -> None:
-        """`place`: that this process takes in a job that has begun. Until it is admitted, its groups have it alone for
-        a member, which gets from the others what it has itself."""
+        """Create the object; `install` puts it into torch. `place`: departure of the rank that this process replaces.
+
+        With `place`, each group has this process as its only member until the rank is admitted: collectives return its
+        own input.
+        """
         self.place = place
         self.ended = threading.Event()
         """Set, from any thread, once the set of live ranks has changed; cleared by `enter`."""
         self.early_watch: StartupFailureMonitor | None = None
-        """Until members can fail without ending the job."""
+        """Ends the job if a member fails before `begin`."""
         self.stale = False
-        """Set where members have died: what was to be gathered of shards may not have been, until `gather_missed`."""
+        """True if ranks have failed: parameters may not have been gathered from their shards. `gather_missed` resets
+        it.
+        """
         self.gather: Callable[[], None] = lambda: None
-        """Gathers all parameters from the shards that are stepped."""
+        """Gathers all parameters from the optimizer's shards."""
         self.ignores_failed = False
         """See `ignoring_failed_members`."""
         self._groups: list[FaultTolerantGroup] = []
         self.rank = 0
-        """This process's global one."""
+        """Global rank of this process."""
         self._description = "group"
         self._natives: dict[tuple[FaultTolerantGroup, str], FencedGroup] = {}
         self._fence = Fence()
         self._timeout_s = 0.0
         self._store: Any = None
         self._control: ControlStore | None = None
-        """Where groups meet; None: in the job's store, before there is anything to recover from."""
+        """Store in which groups meet; None before `begin`: the job's store."""
         self._generation = FIRST
         self._inside = False
         self._layout: JobLayout | None = None
         self._recover: Callable[[Exception], None] | None = None
         self.kept = KeptResults()
-        """Of operations outside of calls."""
+        """Results of operations outside of calls."""
 
     # What torch.distributed sees.
 
     def install(self) -> None:
-        """Have every process group that is made from now on be one of these. Raises RuntimeError if there is any."""
+        """Make every process group that is created from now on a fault-tolerant one. Raises RuntimeError if one exists
+        already.
+        """
         if dist.is_initialized():
             raise RuntimeError(
                 "--adaptra-reroute failures has to be given before torch.distributed is initialised: groups that exist "
@@ -164,7 +174,9 @@ class FaultTolerantGroups:
         setattr(dist, name, made)
 
     def _create(self, options: Any, _backend_options: Any) -> FaultTolerantGroup:
-        """Return what torch's `_new_process_group_helper` takes for the process group itself, as it is a subclass."""
+        """Create one group for torch's `_new_process_group_helper`, which uses a backend derived from ProcessGroup as
+        the group.
+        """
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         if not self._groups:
             self.rank, self._timeout_s = options.group_rank, options.timeout.total_seconds()
@@ -178,21 +190,26 @@ class FaultTolerantGroups:
 
     @property
     def device(self) -> torch.device:
-        """Return where collectives of objects and barriers have their tensors."""
+        """Device of the tensors of barriers and of collectives of objects."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     # What each generation puts behind them.
 
     def begin(self, layout: JobLayout, control: ControlStore, recover: Callable[[Exception], None]) -> None:
-        """Survive failures of members from now on. `recover`: enters the next generation, in which an operation outside
-        of calls that has failed is repeated, or raises."""
+        """Survive failures of members from now on.
+
+        `recover` enters the next generation after an error; then a failed operation outside of calls is repeated. It
+        raises if the job cannot go on.
+        """
         if self.early_watch is not None:
             self.early_watch.close()
         self._layout, self._recover = layout, recover
         self._control = control
 
     def enter(self, generation: Generation, control: ControlStore) -> None:
-        """Go on with the ranks of `generation`, once `leave` has returned. `control`: its part of the job's store."""
+        """Continue with the ranks of `generation`, after `leave`. `control`: the generation's part of the
+        job's store.
+        """
         assert self._layout is not None
         self._generation, self._control = generation.id, control
         for group in self._groups:
@@ -201,7 +218,7 @@ class FaultTolerantGroups:
         self.ended.clear()
 
     def lost_shards(self, live: frozenset[int]) -> list[tuple[int, ...]]:
-        """Return the failed ranks that held one shard which no live rank holds, its owner first."""
+        """Return the holders of each shard that no live rank holds, its owner first."""
         known: list[tuple[int, ...]] = [
             (group.ranks[place], group.ranks[holder])
             for group in self._groups
@@ -211,7 +228,7 @@ class FaultTolerantGroups:
         return sorted({ranks for ranks in known if live.isdisjoint(ranks)})
 
     def leave(self) -> None:
-        """End what the present generation's groups have under way, and return once nothing of it can write any more.
+        """End the pending operations of the present generation; return once none of them can write any more.
 
         Raises OperationStillRunsError as `Fence.wait`.
         """
@@ -221,7 +238,7 @@ class FaultTolerantGroups:
         fence.wait(min(FENCE_S, self._timeout_s))
 
     def native(self, group: FaultTolerantGroup, device: torch.device) -> FencedGroup:
-        """Torch's own group of those that take part, made when first needed, by all of them."""
+        """Return torch's own group of the present members. All members create it together at its first use."""
         key = group, device.type
         if key not in self._natives:
             members = tuple(group.members)
@@ -235,7 +252,7 @@ class FaultTolerantGroups:
     def _make_native(
         self, description: str, members: tuple[int, ...], device: str, control: ControlStore | None
     ) -> tuple[Any, GlooSockets | None]:
-        """Make torch's group of `members`, which meet in `control`; for gloo also its connections."""
+        """Create torch's group of `members`, which meet in `control`; for gloo, return its sockets too."""
         place = hashlib.blake2b(f"{description}/{members}/{device}".encode(), digest_size=12)
         name, rank = f"live/{place.hexdigest()}", members.index(self.rank)
         if control is None:
@@ -253,8 +270,9 @@ class FaultTolerantGroups:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Mark a call of Megatron's schedules, in which a failed operation raises instead of being repeated (rule 1 of
-        process_group.py)."""
+        """Mark a call of Megatron's schedules: a failed operation within raises, and is not repeated (rule 1 of
+        process_group.py).
+        """
         self._inside = True
         try:
             yield
@@ -263,8 +281,10 @@ class FaultTolerantGroups:
 
     @contextmanager
     def numbered_alive(self) -> Iterator[None]:
-        """Number ranks meanwhile as if those that live were all, for what is written for others to read: in the group
-        of all, and in those of one stage in several replicas. Within a replica, stages and lanes keep their numbers.
+        """Number only live ranks, without gaps, within this context: for files that other programs read.
+
+        This renumbers the group of all ranks and the groups of one stage's replicas. Groups within a replica keep their
+        numbers.
         """
         assert self._layout is not None
         live = sorted({rank for group in self._groups for rank in group.members})
@@ -284,8 +304,9 @@ class FaultTolerantGroups:
 
     @contextmanager
     def ignoring_failed_members(self) -> Iterator[None]:
-        """Leave what only failed members had as it is in the outputs of what is gathered meanwhile: for callers that
-        have set these before."""
+        """Let gathers within this context leave the outputs of failed members unchanged. The caller must have set them
+        before.
+        """
         self.ignores_failed = True
         try:
             yield
@@ -306,8 +327,11 @@ class FaultTolerantGroups:
         renewed: bool = False,
         own_memory: bool = False,
     ) -> Work:
-        """Carry an operation out. `outputs`: what it changes, and reads. `renewed`: where it fails outside of calls it
-        is not repeated, for all do it again while they are `stale`. `own_memory`: see `_begin`."""
+        """Run one collective operation. `outputs`: the tensors that it reads and changes.
+
+        `renewed`: do not repeat the operation after a failure outside of calls, since `gather_missed` does.
+        `own_memory`: see `_begin`.
+        """
         device = outputs[0].device
         begin = functools.partial(self._begin, group, device, outputs, launch, in_place=renewed, own_memory=own_memory)
         if self._inside or self._layout is None:
@@ -343,10 +367,10 @@ class FaultTolerantGroups:
         in_place: bool,
         own_memory: bool,
     ) -> Any:
-        """Launch an operation. With gloo it writes into memory of its own, which the thread that waits for it puts in
-        place: where its connections are shut down, gloo may leave it waiting for ever, and nobody else may then use
-        what it writes into. `in_place`: whether it may write into `outputs` over NCCL, whose kernels end when they are
-        aborted. `own_memory`: with gloo, `launch` sees to that itself.
+        """Launch an operation; return its handle.
+
+        Unless stated otherwise it writes into copies of `outputs`, which the waiting thread copies back. `in_place`:
+        over NCCL it may write into `outputs`. `own_memory`: over gloo `launch` makes the copies itself.
         """
         native = self.native(group, device)
         if own_memory if native.is_gloo else in_place:
@@ -355,7 +379,7 @@ class FaultTolerantGroups:
         return CallbackWork(launch(native, fresh), functools.partial(_put, outputs, fresh))
 
     def _done(self, begin: Callable[[], Any]) -> bool:
-        """Carry an operation outside of calls out; False if it lost a member, and the next generation has begun."""
+        """Run an operation outside of calls; return False if a member failed, after entering the next generation."""
         try:
             self.check()
             self.wait_for(begin())
@@ -365,8 +389,10 @@ class FaultTolerantGroups:
         return True
 
     def _known(self, name: str, outputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether another rank has the operation's result, which is then in `outputs`. If a rank fails before
-        that is known, the next generation begins, whose ranks are asked."""
+        """Return whether another rank has the operation's result, and copy it into `outputs`.
+
+        If a rank fails meanwhile, enter the next generation and ask its ranks.
+        """
         while True:
             try:
                 return self.kept.known(name, outputs)
@@ -374,7 +400,9 @@ class FaultTolerantGroups:
                 self._go_on_after(cause)
 
     def _go_on_after(self, cause: Exception) -> None:
-        """Begin the next generation after `cause`, which is being handled; raise it if it is this rank's own."""
+        """Enter the next generation after the error `cause`, which is being handled. Raise `cause` if it is this rank's
+        own.
+        """
         if not is_communication(cause):
             raise cause
         assert self._recover is not None
@@ -382,8 +410,11 @@ class FaultTolerantGroups:
         self._recover(cause)
 
     def wait_for(self, work: Any) -> None:
-        """Wait for torch's handle. Raises EpochEndedError once the set of live ranks has changed, LateRankError after
-        the job's timeout, and what the operation raises."""
+        """Wait for one of torch's handles.
+
+        Raises EpochEndedError once the set of live ranks has changed, LateRankError after the job's timeout, and the
+        errors of the operation.
+        """
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -402,7 +433,9 @@ class FaultTolerantGroups:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was launched. Raises EpochEndedError and LateRankError as all waits."""
+        """Wait until the device has finished all launched work. Raises EpochEndedError and LateRankError as
+        `wait_for`.
+        """
         if not torch.cuda.is_available():
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -414,11 +447,11 @@ class FaultTolerantGroups:
                 raise LateRankError(f"timed out: the device has not done its work within {self._timeout_s:g} s")
 
     def operations(self) -> dict[str, int]:
-        """Return how many operations outside of calls each group has carried out since the last commit, by its name."""
+        """Return the number of operations outside of calls since the last commit, by name of their group."""
         return self.kept.counts([self._key(group) for group in self._groups])
 
     def _key(self, group: FaultTolerantGroup) -> str:
-        """Equal for groups that are joined where ranks have died: those of the same stages and lanes of replicas."""
+        """Return a name that is equal for groups that are joined after failures: those of the same stages and lanes."""
         if group.key is None:
             assert self._layout is not None
             joined = alike(group, self._layout)
@@ -428,15 +461,17 @@ class FaultTolerantGroups:
 
 
 def _put(outputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:
-    """Put what an operation has come to in place, as the operation itself would: unseen by autograd. An output may be a
-    part of an input, which comes after it."""
+    """Copy the results of an operation into its outputs, unseen by autograd. An output may be part of a later input."""
     for output, found in reversed(list(zip(outputs, fresh, strict=True))):
         output.data.copy_(found)
 
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
-    """Return what `make` makes (`what`, in words), in a thread that is left to itself if `check` raises meanwhile, or
-    after `timeout_s`: `make` reads nothing that another generation changes. Raises as both, and LateRankError."""
+    """Return the result of `make`, called in another thread. `what` names the result in errors.
+
+    If `check` raises meanwhile, or after `timeout_s` (LateRankError), the thread is abandoned: `make` must not read
+    anything that another generation changes. Raises the errors of `make` and `check`.
+    """
     found: list[Any] = []
     done = threading.Event()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -463,8 +498,10 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
 
 
 def alike(group: FaultTolerantGroup, layout: JobLayout) -> Mapping[int, Sequence[int]]:
-    """See `FaultTolerantGroup.alike`: joined are groups between stages of one replica, and those of an optimizer
-    instance."""
+    """Return `FaultTolerantGroup.alike` of a group, computed once.
+
+    Groups that span stages of one replica are joined, and groups within one optimizer instance.
+    """
     if group.alike is None:
         workers = [layout.workers[rank] for rank in group.ranks]
         within = len({worker.cell.replica for worker in workers}) == 1 < len({worker.cell.stage for worker in workers})

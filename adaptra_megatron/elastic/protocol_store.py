@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry out the protocol's requests on the job's store, and let all live ranks commit an attempt there.
 
-Each rank puts a sealed word under a key of its own and rings a bell, a counter of the store, which no seal covers: it
-only wakes the rank that then reads the words. Beyond GROUP_SIZE ranks, the last of each group puts a word for all of
-it. So an attempt costs each rank two requests, and the last ones GROUP_SIZE words; keys do not grow with iterations.
+Each rank writes a sealed word under a key of its own and then increments a counter of the store, the bell. No seal
+covers the bell: it only tells the last rank to read the words. Beyond GROUP_SIZE ranks, the last rank of each group
+writes one word for the whole group. So an attempt costs each rank two requests, and each last rank GROUP_SIZE words.
+Keys do not grow with iterations.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ Seen = TypeVar("Seen")
 
 
 def said_by_one(store: SealedStore, key: str, mine: bytes | None, timeout_s: float, check: Callable[[], None]) -> bytes:
-    """Return what one rank puts under `key`, for all to read: this one, where it has `mine` to say. `check`: see
-    `awaited`.
+    """Return the value that one rank writes under `key` for all to read; this rank does if it has `mine`.
 
-    Raises TimeoutError after `timeout_s`, and RuntimeError where the store cannot be reached.
+    `check`: see `awaited`. Raises TimeoutError after `timeout_s`, and RuntimeError if the store cannot be reached.
     """
     if mine is not None:
         store.set(key, mine)
@@ -43,10 +43,10 @@ def awaited(
     first_pause_s: float = _LOOKS_S,
     longest_pause_s: float = _LOOKS_S,
 ) -> Seen:
-    """What `look` finds, once it is there. `check`: raises what ends the wait, and is called between two looks. Pauses
-    between these grow by half from the first to the longest.
+    """Call `look` until it returns a value; return that. `check` is called between two calls and may raise to end the
+    wait.
 
-    Raises TimeoutError after `timeout_s`, and as `look`.
+    Pauses grow by half each, from the first to the longest. Raises TimeoutError after `timeout_s`, and as `look`.
     """
     deadline_s, backoff = time.monotonic() + timeout_s, Backoff(first_pause_s, longest_pause_s, 1.5)
     while (found := look()) is None:
@@ -63,18 +63,19 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 
 
 class ProtocolStore:
-    """One rank's. For the training thread."""
+    """The protocol's requests of one rank. For the training thread."""
 
     def __init__(self, control: ControlStore, store: SealedStore, timeout_s: float) -> None:
-        """`store`: for keys of the job. `timeout_s`: longest wait for another rank, and of each request."""
+        """`store`: for keys of the whole job. `timeout_s`: longest wait for another rank, and limit of each request."""
         self._control, self._store, self._timeout_s = control, store, timeout_s
         self._lent = ExitStack()
         self._of: tuple[GenerationId, SealedStore] | None = None
 
     def carry_out(self, request: Put | PutOnce | Await | AwaitAll, check: Callable[[], None]) -> Answer:
-        """Do what is requested. `check`: raises what ends a wait, and is called between two looks.
+        """Carry out one request. `check` is called between two looks and may raise to end a wait.
 
-        Raises TimeoutError where another rank does not write within the timeout, and RuntimeError where the store does.
+        Raises TimeoutError if another rank does not write within the timeout, RuntimeError if the store cannot be
+        reached.
         """
         store = self._store if request.generation is None else self._store_of(request.generation)
         match request:
@@ -89,11 +90,11 @@ class ProtocolStore:
         return Found(self._awaited(store, request.keys, check))
 
     def look(self, generation: GenerationId, key: str) -> bool:
-        """Return whether there is anything under a key."""
+        """Return whether a key of a generation has a value."""
         return self._store_of(generation).peek(key) is not None
 
     def release(self) -> None:
-        """Give the client of a generation back, once its ranks have met."""
+        """Return the client of a generation, once its ranks have met."""
         self._of = None
         self._lent.close()
 
@@ -126,11 +127,11 @@ def _read(key: str, value: bytes) -> Any:
 
 GROUP_SIZE = 128
 _KEPT_CALLS = 2
-"""Of whose attempts words stay: a rank may still look for the fate of the call before."""
+"""Number of calls whose attempts keep their words: a rank may still look for the fate of the call before."""
 
 
 class ReplicasDifferError(RuntimeError):
-    """Replicas of a stage have other parameters, or have taken other steps: the job must not go on."""
+    """Replicas of a stage hold different parameters or have taken different steps: the job must not continue."""
 
     def __init__(self, place: str, attempt: str) -> None:
         self.place, self.attempt = place, attempt
@@ -142,23 +143,25 @@ class ReplicasDifferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Word:
-    """Word that ranks have brought to the end of an attempt: of one, or of several together."""
+    """Word at the end of an attempt, of one rank or of several together."""
 
     attempt: str
     tokens: int = 0
-    """Of the micro-batches that they computed the loss of, where the loss is per token."""
+    """With a loss per token: number of tokens of the micro-batches whose loss they computed."""
     divisors: tuple[int, ...] = ()
-    """By which they have divided gradients, where the loss is per token: each should be the tokens of all."""
+    """With a loss per token: divisors applied to gradients. Each should equal the tokens of all ranks."""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """By stage and lane: of parameters and steps as the attempt began, the first of a generation."""
+    """Digest of parameters and optimizer steps at the attempt's beginning, by stage and lane; first attempt of a
+    generation.
+    """
 
     def sound(self) -> bool:
-        """Return whether tokens are conserved."""
+        """Return whether gradients were divided by the tokens of all ranks."""
         return all(each == self.tokens for each in self.divisors)
 
 
 def together(words: Sequence[Word]) -> Word:
-    """Return one word for several. Raises ReplicasDifferError where their digests differ."""
+    """Combine several words into one. Raises ReplicasDifferError if their digests differ."""
     digests: dict[str, str] = {}
     for word in words:
         for place, digest in word.digests.items():
@@ -169,22 +172,22 @@ def together(words: Sequence[Word]) -> Word:
 
 
 class CommitDesk:
-    """One rank's way to the end of attempts. For the training thread."""
+    """Lets one rank commit attempts together with all live ranks. For the training thread."""
 
     def __init__(self, store: SealedStore, rank: int, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for the word of a rank that has rung."""
+        """`timeout_s`: longest wait for a word after its rank has rung the bell."""
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._attempts: list[tuple[int, str]] = []
-        """Calls, and the attempts at them that this rank has come to the end of."""
+        """(call, attempt) of the attempts that this rank has finished."""
         self._live: frozenset[int] = frozenset()
         self._seat: tuple[int, int, Sequence[str]] = 0, 0, ()
-        """See `_seat_of`, for these live ranks: they are the same for many calls, and may be thousands."""
+        """Cached `_seat_of` of these live ranks: they stay the same for many calls, and may be thousands."""
 
     def arrive(self, call: int, live: frozenset[int], word: Word, check: Callable[[], None]) -> Word | None:
-        """Come to the end of an attempt at `call` with the `live` ranks. `check`: raises what ends a wait.
+        """Finish an attempt at `call`; return the combined word on the last of the `live` ranks, None on the others.
 
-        Returns what all have come with, to the last one; None to the others. Raises RuntimeError where the store does,
-        TimeoutError where a word is not there though its rank has rung, and as `together`.
+        `check` may raise to end a wait. Raises RuntimeError if the store cannot be reached, TimeoutError if a rank has
+        rung but its word is missing, and as `together`.
         """
         store, attempt = self._store, word.attempt
         if live is not self._live:
@@ -217,14 +220,14 @@ class CommitDesk:
             raise TimeoutError(f"attempt {attempt}: a rank has rung whose word is not there") from cause
 
     def _over(self, call: int) -> list[str]:
-        """Return attempts at calls that all ranks have long left."""
+        """Return the attempts at calls that all ranks have finished, and forget them."""
         over = [attempt for number, attempt in self._attempts if number <= call - _KEPT_CALLS]
         self._attempts = [each for each in self._attempts if each[0] > call - _KEPT_CALLS]
         return over
 
 
 def _seat_of(rank: int, live: frozenset[int]) -> tuple[int, int, Sequence[str]]:
-    """Return the number of groups of the `live` ranks, that of the group of `rank`, and the keys of its words."""
+    """Return the number of groups of the `live` ranks, the index of the group of `rank`, and the keys of its words."""
     ranks = sorted(live)
     mine = ranks.index(rank) // GROUP_SIZE
     members = [f"came/{each}" for each in ranks[mine * GROUP_SIZE : (mine + 1) * GROUP_SIZE]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part in a job that goes on when ranks fail: carries out what the protocol asks for (`protocol`)."""
+"""Recover one rank's training from failures of other ranks: this carries out the requests of `protocol`."""
 
 from __future__ import annotations
 
@@ -74,28 +74,31 @@ logger = logger_of(__name__)
 Result = TypeVar("Result")
 
 _HEED_S = 0.2
-"""How often a rank that waits for others in a meeting looks for an error that ends the job."""
+"""Interval at which a rank in a meeting checks for an error that ends the job."""
 _WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
-"""In which a rank learns whether those that rejoin take part."""
+"""Phases in which a rank learns whether the rejoining ranks take part."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Ranks that were lost, and how that was got over."""
+    """A recovery: the ranks that failed, and how training continued."""
 
     epoch: int
     ranks: Mapping[str, str]
-    """Names of ranks, and why."""
+    """Cause of each failure, by name of the rank."""
     dead_cells: tuple[Cell, ...]
-    """All so far."""
+    """All cells that have failed so far."""
     live: int
-    """Number of ranks that go on."""
+    """Number of ranks that continue."""
     seconds: float
-    """From when this rank saw it until what was under way had been done again."""
+    """Time from the detection on this rank until the interrupted work had been run again."""
 
 
 class RecoveryManager:
-    """For the training thread; made when all ranks have met."""
+    """Runs each call of Megatron's schedules until all live ranks commit it. For the training thread.
+
+    Constructed once all ranks have met.
+    """
 
     def __init__(
         self,
@@ -107,8 +110,9 @@ class RecoveryManager:
         patience_s: float,
         joined: JoinResult | None = None,
     ) -> None:
-        """`timeout_s`: longest wait for another rank. `patience_s`: for the launcher to say who has failed, after an
-        error that may come of it. `joined`: of a process that takes the place of a rank that had failed."""
+        """`timeout_s`: longest wait for another rank. `patience_s`: longest wait for the launcher to name the failed
+        rank after an error of communication. `joined`: groups and generation of a rejoining rank.
+        """
         self._layout, self._control, self._groups, self._records = layout, control, groups, records
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._store = control.punctual("survival", timeout_s)
@@ -117,36 +121,37 @@ class RecoveryManager:
         self._rank = Rank.first(layout) if joined is None else joined.rank
         self._callbacks: list[Callable[[], None]] = []
         self._run: Callable[[], object] = lambda: None
-        """The attempt at the call under way."""
+        """The attempt at the present call."""
         self._result: object = None
-        """What the last attempt that came to its end has returned."""
+        """Return value of the last finished attempt."""
         self._cause: Exception = RuntimeError()
-        """What has interrupted this rank last."""
+        """The last error that interrupted this rank."""
         self._patience = Patience()
         self._heeded_s = time.monotonic()
         self._begun_s = 0.0
         """When the last change of generation began for this rank."""
         self._struck_s: float | None = None
-        """When the failure of a rank was seen, until what it struck has been redone."""
+        """Time at which a failure was detected, until the interrupted work has been run again."""
         self._known: set[Departure] = set()
-        """Those that have been logged."""
+        """Departures that have been logged."""
         self._lost: dict[str, str] = {}
-        """What was lost since then: names of ranks, and why."""
+        """Ranks that failed since `_struck_s`: their names, and why."""
         self.rank_failures: list[RankFailure] = []
-        """All that have been got over."""
+        """All recoveries so far."""
         self._returns: list[Return] = []
         self._latest: Membership | None = None
         self.epochs = 0
-        """How many generations there have been after the first."""
+        """Number of generations after the first."""
         self.word: Callable[[Word], Word] = lambda word: word
-        """Adds what this rank comes with to the end of an attempt."""
+        """Adds this rank's tokens, divisors and digests to its word at the end of an attempt."""
         self.hand_over: Callable[..., float] | None = None
-        """Gives those of a generation that rejoin what they need of this rank's state: see `enable_rejoin`. None: no
-        process can take the place of a rank that has failed."""
+        """Sends this rank's state to the rejoining ranks of a generation: see `enable_rejoin`. None: no rank can
+        rejoin.
+        """
         self._roll: tuple[Generation, SealedStore] | None = None
-        """For the watch's thread: the present generation's roll call."""
+        """The present generation and its store of liveness checks, for the watch's thread."""
         self._called: Generation | None = None
-        """The last generation whose roll has been called."""
+        """The last generation with a liveness check."""
         self._swallowed, self._owner = SwallowedErrors(), OwningProcess()
         self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
@@ -159,37 +164,40 @@ class RecoveryManager:
             self._changed(newest)
 
     def enable_rejoin(self, hand_over: Callable[..., float], settings: Mapping[str, str]) -> None:
-        """Have ranks that are started again take part, with the same `settings` (see `JobRecord`).
+        """Let restarted ranks rejoin if they have the same `settings` (see `JobRecord`).
 
-        `hand_over(generation, before, check=)` gives those of a generation that rejoin what they need of this rank's
-        state; `before`: ranks that have taken part before; `check`: raises where it is to end. Returns by how many
-        seconds they were late, and raises RejoiningLateError where that is too much."""
+        `hand_over(generation, before, check=)` sends this rank's state to the ranks of a generation that are not in
+        `before`. `check` raises when it has to stop. It returns how many seconds the rejoining ranks were late, and
+        raises RejoiningLateError if they are too late.
+        """
         self.hand_over = hand_over
         if self.epochs == 0 and self._layout.rank == min(self._layout.workers) and not self._rank.call:
             self._records.clone().publish_layout(packed(JobRecord(self._layout.record(), settings)))
 
     def take_returns(self) -> Sequence[Return]:
-        """Ranks that were admitted again since the last call; none but on the lowest of the ranks that did so."""
+        """Return the readmissions since the last call; always none except on the lowest rank that trained
+        before them.
+        """
         returns, self._returns = self._returns, []
         return returns
 
     @property
     def generation(self) -> Generation:
-        """The one that this rank is in."""
+        """The present generation."""
         return self._rank.generation
 
     @property
     def turn(self) -> int:
-        """Return how many attempts have ended without a commit so far: messages of later ones have more."""
+        """Return the number of attempts that ended without a commit: messages of later attempts have a greater one."""
         return self._rank.turn
 
     @property
     def ranks_lost(self) -> int:
-        """Number of ranks that take no part any more: those of all dead cells."""
+        """Number of ranks in failed cells."""
         return len(self._layout.workers) - len(self.generation.live)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, in another thread, as soon as the set of live cells has changed."""
+        """Register `callback`, which another thread calls as soon as the set of live cells has changed."""
         self._callbacks.append(callback)
 
     def check(self) -> None:
@@ -197,12 +205,13 @@ class RecoveryManager:
         self._groups.check()
 
     def carry_out(self, attempt: Callable[[Generation, int], Result], *, trains: bool = False) -> Result:
-        """Run `attempt(generation, number of the try)` until one commits; return what that has returned. `trains`:
-        whether this is a training iteration, before which ranks may be admitted.
+        """Run `attempt(generation, number of the try)` until all live ranks commit one; return its result.
 
-        Raises UnrecoverableError where what lives is not the whole model, OtherRankError where another rank ends with
-        an error of its own, ReplicasDifferError and UnsoundAttemptError where state or gradients are wrong, and this
-        rank's own errors, after having them known to the others.
+        `trains`: whether this is a training iteration: ranks may be admitted before one.
+
+        Raises UnrecoverableError if the live ranks do not hold the whole model, OtherRankError if another rank ends
+        with an error of its own, ReplicasDifferError or UnsoundAttemptError if state or gradients are wrong. Raises
+        this rank's own errors, after publishing them to the other ranks.
         """
         tries = itertools.count()
         self._run = lambda: attempt(self.generation, next(tries))
@@ -213,8 +222,11 @@ class RecoveryManager:
         return result  # type: ignore[return-value]
 
     def close(self, *, well: bool = True) -> None:
-        """End the thread. `well`: whether no call of this rank has failed. It has come to the end of the training then,
-        unless an error of another kind ends it: one that leaves an operation outside of calls, or a script."""
+        """End the thread. `well`: whether all calls of this rank have succeeded.
+
+        Then this publishes that training has finished, unless an error from elsewhere ends it: from an operation
+        outside of calls, or from the script.
+        """
         fails = self._rank.phase is not Phase.BETWEEN or isinstance(sys.exc_info()[1], Exception)
         if well and self._rank.call and not fails:
             publish_finished(self._store)
@@ -223,8 +235,10 @@ class RecoveryManager:
         self._watch.close()
 
     def end_with(self, error: BaseException, *, printed: bool = False) -> None:
-        """Have the other ranks end with this rank's own error, which is logged first unless Python has `printed` it.
-        In a forked child nothing: the connection to the store is its parent's."""
+        """Publish this rank's own error, so that the other ranks end; log it first unless Python has `printed` it.
+
+        Does nothing in a forked child, whose connection to the store belongs to the parent.
+        """
         if not self._owner.is_this:
             return
         if isinstance(error, Exception) and not isinstance(
@@ -235,7 +249,7 @@ class RecoveryManager:
     # The protocol's requests.
 
     def _go_on(self, error: Exception) -> None:
-        """After an operation outside of calls has failed: the next generation."""
+        """Enter the next generation after an operation outside of calls has failed."""
         self._cause = error
         self._rank = self._rank.interrupted()
         self._step_until_between()
@@ -289,7 +303,9 @@ class RecoveryManager:
         return self._steps.carry_out(request, self._check_wait)
 
     def _hand_over(self, to: Generation) -> None:
-        """Hand this rank's state over. Raises RejoiningLateError where who rejoins is too late, and what ends it."""
+        """Send this rank's state to the rejoining ranks. Raises RejoiningLateError if they are late, and the errors of
+        `_check_wait`.
+        """
         abandoned = threading.Event()
 
         def check() -> None:
@@ -325,7 +341,7 @@ class RecoveryManager:
             return Interrupted()
 
     def _repeat(self, cause: UnsoundAttemptError) -> Answer:
-        """Have an attempt repeated, once. Raises `cause` where that did not help."""
+        """Repeat an attempt once. Raises `cause` if it has been repeated before."""
         if self._rank.repeated:
             self.end_with(cause)
             raise cause
@@ -346,7 +362,7 @@ class RecoveryManager:
         return Arrived(True, None if self.hand_over is None else self._watch.newest)
 
     def _check_wait(self) -> None:
-        """Raise what ends the wait of the present phase."""
+        """Raise the error that ends the wait of the present phase, if any."""
         rank, newest = self._rank, self._watch.newest
         if rank.phase is Phase.AWAITING_FATE:
             self.check()
@@ -366,8 +382,11 @@ class RecoveryManager:
     # What follows from answers.
 
     def _after(self, before: Rank, answer: Answer) -> Rank:
-        """The rank after an answer. What the job cannot go on without is made known to all others: to those that do not
-        see it themselves, and those that are started again. Raises as `after_failures` and `_refuse_lost_shards`."""
+        """Return the state of the protocol after an answer. Raises as `after_failures` and `_refuse_lost_shards`.
+
+        Publishes an error that no rank can recover from, for ranks that do not see it themselves and for restarted
+        ones.
+        """
         try:
             after = before.after(answer)
             if before.phase is Phase.CHANGING and after.next is not None:
@@ -415,7 +434,9 @@ class RecoveryManager:
             self._changed(self._latest)
 
     def _exchange_results(self, generation: Generation) -> None:
-        """Put what others lack of the results of operations outside of calls where they find it."""
+        """Publish the results of operations outside of calls that other ranks lack, and find those that this rank
+        lacks.
+        """
         assert self._rank.agreement is not None
         holders = self._rank.agreement.holders
         if not holders:
@@ -457,7 +478,7 @@ class RecoveryManager:
             logger.warning(text, names, seconds)
 
     def _report_late(self, late: RejoiningLateError) -> None:
-        """Have the launcher end processes that rejoin and do not come: it may start others in their places."""
+        """Have the launcher end late rejoining processes, so that it may start others."""
         assert self._rank.next is not None
         ranks = tuple(each for each in late.ranks if each not in self._rank.before)
         if ranks:
@@ -479,7 +500,7 @@ class RecoveryManager:
     # Failures of others.
 
     def _change(self, tried: frozenset[int]) -> Membership:
-        """Wait as `_await_change`. Raises this rank's own error rather than another's, which it does not hide."""
+        """Wait as `_await_change`. Raises this rank's own error in preference to another rank's."""
         own = is_of_script(self._cause)
         try:
             return self._await_change(tried)
@@ -489,8 +510,11 @@ class RecoveryManager:
         raise self._cause
 
     def _await_change(self, tried: frozenset[int]) -> Membership:
-        """Wait for a membership with other live ranks than those `tried` last. Raises what has interrupted this rank
-        where there is none within the patience, not even once the roll has been called."""
+        """Wait for a membership whose live ranks differ from those `tried` last.
+
+        If there is none within the patience, check the liveness of all ranks and wait again. Then raise the error that
+        interrupted this rank.
+        """
         membership = self._wait_for_change(tried)
         if membership is None and self._stalled_are_ended():
             membership = self._wait_for_change(tried, roll_called=True)
@@ -501,8 +525,10 @@ class RecoveryManager:
         return membership
 
     def _wait_for_change(self, tried: frozenset[int], *, roll_called: bool = False) -> Membership | None:
-        """Return a membership as `_await_change`; None if there is none within the patience, or once the roll has been
-        called, unless it had been before: `roll_called`."""
+        """Return a membership as `_await_change`; None if there is none within the patience.
+
+        Returns None early once a liveness check begins, unless it already has (`roll_called`).
+        """
         deadline_s, known = time.monotonic() + self._patience_s, -1
         while (left_s := deadline_s - time.monotonic()) > 0 and (roll_called or self._called is not self.generation):
             membership = self._watch.wait_beyond(known, min(left_s, _HEED_S))
@@ -515,7 +541,7 @@ class RecoveryManager:
         return None
 
     def _look_for_roll_call(self) -> None:
-        """In the watch's thread: a rank that has waited too long wakes all others."""
+        """Interrupt the training thread once another rank has requested a liveness check. In the watch's thread."""
         generation = self.generation
         if self._roll is None or self._roll[0] is not generation:
             self._roll = generation, self._control_of(generation).client("roll call")
@@ -524,7 +550,7 @@ class RecoveryManager:
             self._interrupt()
 
     def _stalled_are_ended(self) -> bool:
-        """Call the roll, or answer to it. Return whether live ranks stand still, which the launcher ends."""
+        """Request a liveness check, or respond to it. Return whether live ranks are stalled; the launcher ends them."""
         generation, rank = self.generation, self._layout.rank
 
         def known() -> bool:
@@ -546,7 +572,7 @@ class RecoveryManager:
         )
 
     def _refuse_lost_shards(self, generation: Generation) -> None:
-        """Raise JobLostError where a shard of the optimizer's state is gone."""
+        """Raise JobLostError if no live rank holds some shard of the optimizer's state."""
         if lost := self._groups.lost_shards(generation.live):
             name = self._layout.name
             held = "; ".join(
@@ -563,7 +589,7 @@ class RecoveryManager:
         check_abort(self._store, self._layout.name(self._layout.rank))
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """As `sys.excepthook`: what ends this process outside of calls is an error of its own, too."""
+        """Publish an uncaught exception, as `sys.excepthook`: it is this rank's own error."""
         self._hooked(kind, error, trace)
         self.end_with(error, printed=True)
 
@@ -576,7 +602,7 @@ class RecoveryManager:
         return live_ranks(self._layout, membership, self.generation.admitted)
 
     def _changed(self, membership: Membership) -> None:
-        """In the watch's thread: a new membership."""
+        """Interrupt the training thread if live ranks have changed with `membership`. In the watch's thread."""
         self._latest = membership
         if self._live(membership) == self.generation.live:
             return

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that takes the place of a rank that had left: from its first word to its first iteration.
+"""Let a restarted process rejoin the job in the place of its failed rank, up to its first iteration.
 
-Processes that take the places of ranks that had failed: what is written down for them, and who waits how long.
-A process that stands ready says so to the launcher, whose membership says that it has arrived. `protocol` has the
-rest.
+The process reports to the launcher that it is ready, and the launcher publishes its arrival in a membership. `protocol`
+has the rest.
 """
 
 from __future__ import annotations
@@ -29,26 +28,27 @@ from adaptra_megatron.elastic.protocol import Await, AwaitAll, Done, Interrupted
 from adaptra_megatron.elastic.protocol_store import ProtocolStore, awaited
 
 PATIENCE_S = 4.5
-"""For how long the others wait for a process that rejoins, beyond what handing its state over takes: it may be stopped
-or hang, and the host that has failed once is the likeliest to."""
+"""Longest time that the others wait for a rejoining process, beyond the transfer of its state. The process may be
+stopped or hang, and a host that has failed once is the likeliest to.
+"""
 _ADMISSION_MOST_NBYTES = 1 << 20
 _LATEST = "admission/latest"
 
 
 @dataclass(frozen=True)
 class Return:
-    """Ranks that were admitted again."""
+    """A readmission: ranks that rejoined together."""
 
     generation: Generation
-    """In which they take part first."""
+    """First generation in which they take part."""
     ranks: tuple[str, ...]
-    """Their names."""
+    """Names of the ranks."""
     seconds: float
-    """For how long the others waited."""
+    """Time for which the other ranks waited."""
 
 
 class RejoiningLateError(RuntimeError):
-    """A process that is to be admitted has not come in time."""
+    """A process that is to rejoin has not arrived in time."""
 
     def __init__(self, ranks: tuple[int, ...], waited_s: float) -> None:
         self.ranks, self.waited_s = ranks, waited_s
@@ -56,24 +56,24 @@ class RejoiningLateError(RuntimeError):
 
 
 class Patience:
-    """For how long one admission holds the others up by waiting."""
+    """Timer of one admission: how long the other ranks have waited."""
 
     def __init__(self, late_s: float = 0.0) -> None:
-        """From now on they wait. `late_s`: by how much state was handed over too late before."""
+        """Start the timer at `late_s`: how late the state has already been transferred."""
         self._since_s = time.monotonic() - late_s
 
     def waited_s(self) -> float:
-        """Return for how long they have waited."""
+        """Return how long the other ranks have waited, in seconds."""
         return time.monotonic() - self._since_s
 
 
 def note_admitted(store: SealedStore, ticket: Ticket) -> None:
-    """Write down that the holders of this ticket take part, by the rank that has handed it out."""
+    """Record the latest admission. Called by the rank that published the ticket."""
     store.set(_LATEST, packed(ticket))
 
 
 def admitted_so_far(store: SealedStore) -> Mapping[int, int]:
-    """Return ranks that had failed and take part again: see `Generation`. Raises RuntimeError where the store does."""
+    """Return the failed ranks that have rejoined (see `Generation`). Raises RuntimeError if the store does."""
     found = store.peek(_LATEST)
     if found is None:
         return {}
@@ -82,8 +82,10 @@ def admitted_so_far(store: SealedStore) -> Mapping[int, int]:
 
 
 def read_ticket(store: SealedStore, arrival: Arrival, timeout_s: float, check: Callable[[], None]) -> Ticket:
-    """Return that of a process that rejoins, once the others call it in. Raises UnrecoverableError where they do not,
-    and as `check`."""
+    """Return the ticket of a rejoining process, once the others have published it.
+
+    Raises UnrecoverableError if they do not within the timeout, and the errors of `check`.
+    """
     key = f"ticket/{arrival.rank}/{arrival.epoch}"
     try:
         ticket: Ticket = unpacked(awaited(lambda: store.peek(key), timeout_s, check), Ticket, _ADMISSION_MOST_NBYTES)
@@ -102,46 +104,47 @@ _SEEN_S, _LOOKS_S, _LOOKS_AT_ALL_S = 60.0, 0.05, 1.0
 
 
 class JobRecord(NamedTuple):
-    """Record of a job for processes that are started again."""
+    """Record of a job, for restarted processes."""
 
     layout: LayoutRecord
     settings: Mapping[str, str]
-    """Flags that are the same on all ranks, and their values."""
+    """Values of the flags that must be the same on all ranks."""
 
 
 @dataclass
 class JoinResult:
-    """Groups and generation that a process is part of once it has been called in."""
+    """Layout, store and protocol state of a process that has been admitted."""
 
     layout: JobLayout
     control: ControlStore
     rank: Rank
-    """Its state in the protocol."""
+    """State of this rank in the protocol."""
     left: Sequence[Departure]
-    """All so far."""
+    """All departures so far."""
 
     @property
     def generation(self) -> Generation:
-        """The one that it takes part in first."""
+        """First generation in which the process takes part."""
         return self.rank.generation
 
     @property
     def before(self) -> frozenset[int]:
-        """Ranks that have taken part before."""
+        """Ranks that trained before this admission."""
         return self.rank.before
 
 
 class RejoiningRank:
-    """One process, until it trains with the others. For the training thread."""
+    """A restarted process until it trains with the others. For the training thread."""
 
     def __init__(
         self, place: Departure, records: MembershipRecords, timeout_s: float | None, settings: Mapping[str, str]
     ) -> None:
-        """`place`: that it takes. `timeout_s`: longest wait for others; None: that of torch.distributed. `settings`:
-        see `JobRecord`.
+        """Read the job's record. `place`: departure of the rank that this process replaces. `settings`: see
+        `JobRecord`.
 
-        Raises UnrecoverableError where the job has not begun or has other settings, RuntimeError where a store cannot
-        be reached."""
+        `timeout_s`: longest wait for other ranks; None: the timeout of torch.distributed. Raises UnrecoverableError if
+        the job has not begun or has other settings, RuntimeError if a store cannot be reached.
+        """
         self._place, self._records = place, records
         found = records.layout()
         if found is None:
@@ -155,10 +158,10 @@ class RejoiningRank:
         self.timeout_s = self.control.timeout_s if timeout_s is None else timeout_s
 
     def stand_ready(self) -> JoinResult:
-        """Say so, and wait until the others call this process in, before one of their next iterations.
+        """Report that this process is ready, and wait until the others admit it before one of their next iterations.
 
-        Raises UnrecoverableError where they do not within the timeout, JobLostError where they cannot, OtherRankError
-        where the job has ended with an error, RuntimeError where a store does.
+        Raises UnrecoverableError if they do not within the timeout, JobLostError if they no longer can, OtherRankError
+        if the job has ended with an error, RuntimeError if a store cannot be reached.
         """
         place, identity, store = self._place, host_identity(), self.control.client("survival")
         check_abort(store, self.layout.name(place.rank))
@@ -183,13 +186,13 @@ class RejoiningRank:
         return JoinResult(self.layout, self.control, Rank.rejoins(self.layout, ticket), membership.left)
 
     def _refuse_lost_stages(self, store: SealedStore) -> None:
-        """Raise JobLostError where all that could have called this process in are dead themselves."""
+        """Raise JobLostError if the ranks that could have admitted this process have failed themselves."""
         admitted, newest = admitted_so_far(store), self._records.newest()
         if newest is not None:
             refuse_lost_stages(self.layout, newest, admitted)
 
     def check(self, joined: JoinResult) -> None:
-        """Raise EpochEndedError once a rank has failed, also one that stands ready again. Takes a moment."""
+        """Raise EpochEndedError once a rank has failed, including other rejoining ranks. Takes a moment."""
         newest = self._records.newest()
         if newest is not None and joined.rank.is_struck_by(newest):
             name = self.layout.name(self.layout.rank)
@@ -197,8 +200,10 @@ class RejoiningRank:
         time.sleep(_LOOKS_S)
 
     def meet(self, joined: JoinResult) -> None:
-        """Come to the point from which all train together, with the state of the job. Raises UnrecoverableError where
-        another rank has failed or was late meanwhile, so that this process has no place."""
+        """Meet the other ranks, once this process has the job's state; then all train together.
+
+        Raises UnrecoverableError if another rank failed or was late meanwhile: this process is not admitted then.
+        """
         steps = ProtocolStore(self.control, self.control.client("survival"), self.timeout_s)
         rank = joined.rank
         while rank.phase not in (Phase.BETWEEN, Phase.LEFT):
@@ -235,8 +240,9 @@ class RejoiningRank:
 
 
 def refuse_other_settings(rank: int, here: Mapping[str, str], there: Mapping[str, str]) -> None:
-    """Raise UnrecoverableError, with the names of all differences, where a `rank` that is started again has other
-    settings than its job: `there`."""
+    """Raise UnrecoverableError, naming all differences, if a restarted `rank` has other settings than its job
+    (`there`).
+    """
     differences = [
         f"{flag} is {here.get(flag, 'not known')} here and {there.get(flag, 'not known')} there"
         for flag in sorted({*here, *there})

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra launch`: starts the ranks of a job on each host, and keeps those that live when others die."""
+"""`adaptra launch`: starts a job's ranks on each host, and keeps the live ones when others fail."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's store: served by the launcher of node rank 0, reached by all others; and the seats of hosts in it, each of
-which another host may take once the one before is gone."""
+"""Serve or reach the job's store, and assign a node rank in it to this host.
+
+The launcher of node rank 0 serves the store. Another host may take the node rank of a host that is gone.
+"""
 
 from __future__ import annotations
 
@@ -46,24 +48,24 @@ class Endpoint(NamedTuple):
 
     host: str
     port: int
-    """0: any that is free."""
+    """0: any free port."""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 class Seat(NamedTuple):
-    """This launcher's place in the job, and its client of the store."""
+    """Node rank of this launcher, and its client of the store."""
 
     store: Any
-    """TCPStore; of node rank 0, with the server."""
+    """TCPStore; on node rank 0 it includes the server."""
     node_rank: int
     turn: int = 0
-    """How many launchers have had this node rank before, on hosts that are gone."""
+    """Number of earlier launchers with this node rank, on hosts that are gone."""
 
 
 class EndpointError(RuntimeError):
-    """The store cannot be served or reached, or has no place for this host; names the endpoint and the remedy."""
+    """The store cannot be served or reached, or has no free node rank; names the endpoint and the remedy."""
 
 
 def take_seat(
@@ -77,12 +79,11 @@ def take_seat(
     heartbeat_timeout_s: float,
     given_up: Callable[[], bool],
 ) -> Seat:
-    """Serve the store, or connect to it, and take a node rank that no other launcher has, or that of a host that is
-    gone: once it counts as dead, which is waited for.
+    """Serve the store or connect to it, and take a free node rank, or that of a host that is gone.
 
-    `node_rank` None: 0 for the launcher that serves the store, which is one on the endpoint's host, and the others in
-    the order in which they come, as torchrun's c10d backend does. `nproc`: ranks of this host. `given_up`: asked
-    between attempts. Raises EndpointError.
+    With `node_rank` None, the launcher that serves the store gets 0; that is one on the endpoint's host. The others are
+    numbered as they arrive, as torchrun's c10d backend does. A host is gone once it counts as dead, which this waits
+    for. `nproc`: ranks of this host. `given_up`: called between attempts; True ends them. Raises EndpointError.
     """
     here = not node_rank and _is_here(endpoint.host)
     if node_rank == 0 and not here:  # no error: a name may lead here by way of another address
@@ -107,32 +108,36 @@ def take_seat(
 
 
 class _Seats:
-    """Places of a job's hosts, as the launcher of one sees them that looks for its own."""
+    """Node ranks of a job, as a launcher sees them that needs one."""
 
     def __init__(self, store: TCPStore, run_id: str, job: str) -> None:
-        """`job`: its name in messages."""
+        """`job`: name of the job in messages."""
         self._store, self._job = store, job
         self._records: SealedStore = launch_store(store, run_id)
         self._mine = f"{socket.gethostname()} {uuid.uuid4()}"
 
     @property
     def begun(self) -> bool:
-        """True once all hosts have come."""
+        """True once all hosts have arrived."""
         return read(self._records, START_KEY, Start) is not None
 
     def in_turn(self, nodes: int) -> Iterator[int]:
-        """Return the node ranks to try, the likeliest first: launchers are counted as they come. The count is not
-        sealed, so it decides nothing but where to begin."""
+        """Return the node ranks to try, the likeliest first.
+
+        A counter in the store suggests where to begin. It is not sealed, so it decides nothing else.
+        """
         first = int(self._records.add("seats/taken", 1)) - 1
         return (1 + (first + more) % (nodes - 1) for more in range(nodes - 1))
 
     def take(self, node_rank: int, turn: int) -> bool:
-        """Take a place, if no other launcher has it; whether this one has it."""
+        """Take a node rank unless another launcher has it; return whether this launcher has it."""
         return self._holder(node_rank, turn, self._mine) == self._mine
 
     def replace(self, node_rank: int | None, nproc: int) -> Seat | None:
-        """Take the place of a host that is gone, of this node rank or any; None where there is none. Raises
-        EndpointError where that host's ranks cannot be started on this one."""
+        """Take the node rank of a host that is gone; None if there is none. `node_rank` None: any.
+
+        Raises EndpointError if that host's ranks cannot be started on this one.
+        """
         state = read(self._records, JOB_KEY, JobState)
         if state is None:
             return None
@@ -157,7 +162,7 @@ class _Seats:
         return None
 
     def taken(self, node_rank: int | None, nodes: int) -> EndpointError:
-        """Error of a launcher that finds no place."""
+        """Return the error of a launcher that finds no free node rank."""
         if node_rank is None:
             return EndpointError(
                 f"{self._job} has its {nodes} hosts already: see that --nnodes is the number of launchers, and that no "
@@ -172,8 +177,10 @@ class _Seats:
         )
 
     def _holder(self, node_rank: int, turn: int, wanted: str = "") -> str:
-        """Return the launcher that has a place; where none has, `wanted` takes it. Empty: none. Raises TamperedError
-        where it is not a launcher that knows the job's secret."""
+        """Return the launcher that holds a node rank, "" if none does; then `wanted` takes it.
+
+        Raises TamperedError if the entry is not sealed with the job's secret.
+        """
         name = f"seats/{node_rank}/{turn}"
         found = self._records.put_once(name, wanted.encode()) if wanted else self._records.peek(name)
         return "" if found is None else found.decode()
@@ -191,7 +198,7 @@ def _serve(endpoint: Endpoint, timeout_s: float) -> TCPStore:
 
 
 def _connect(endpoint: Endpoint, timeout_s: float, given_up: Callable[[], bool]) -> TCPStore:
-    """Try for `timeout_s`: the launcher that serves the store may start last."""
+    """Connect to the store, retrying for `timeout_s`: the launcher that serves it may start last."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -207,7 +214,7 @@ def _connect(endpoint: Endpoint, timeout_s: float, given_up: Callable[[], bool])
 
 
 def _is_here(host: str) -> bool:
-    """Return True if an address of `host` is one of this machine: only to those can a socket be bound."""
+    """Return whether `host` has an address of this machine: sockets can be bound to those alone."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _name, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sidecar process of the launcher that ends just after it: what ranks have started ends with them.
+"""A sidecar process of the launcher that kills the ranks' process groups once the launcher has ended.
 
-Linux kills the ranks when the launcher ends, however it ends (`tied_process`), but not the processes of a rank's group,
-such as those of a shell script that is a rank.
+Linux kills the ranks when the launcher ends, however it ends (`tied_process`). It does not kill other processes of a
+rank's group, such as those of a shell script that is a rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _ENDED_S = 5.0
 
 
 class Guard:
-    """The launcher's side. The thread that makes it must live as long as it."""
+    """Launcher's side of the guard. The thread that creates it must live as long as it."""
 
     def __init__(self) -> None:
-        """Raises OSError if this host has no room for a process."""
+        """Start the process. Raises OSError if this host cannot start one."""
         self._child = ChildProcess(__name__, socket.SOCK_STREAM)
 
     def watch(self, group: int) -> None:
@@ -29,11 +29,11 @@ class Guard:
         self._tell(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """Leave a process group alone that is empty: its number may be another's by then."""
+        """Stop watching a process group that is empty: its number may be reused."""
         self._tell(f"-{group}\n")
 
     def close(self) -> None:
-        """End the process, and the groups that it still watches."""
+        """End the process, and kill the groups that it still watches."""
         with contextlib.suppress(OSError):
             self._child.channel.shutdown(socket.SHUT_WR)
         self._child.end(_ENDED_S)
@@ -44,13 +44,13 @@ class Guard:
 
 
 def kill_group(group: int) -> None:
-    """Kill what there is of a process group."""
+    """Kill all processes of a group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    """The guard's side. `arguments`: as `ChildProcess` gives them."""
+    """Run the guard process. `arguments`: as `ChildProcess` gives them."""
     groups: set[int] = set()
     with socket.socket(fileno=int(arguments[0])) as channel, channel.makefile() as lines:
         for line in lines:

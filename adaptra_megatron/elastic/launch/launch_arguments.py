@@ -23,13 +23,13 @@ _PORTS = range(15000, 32000)
 
 
 class SlurmError(ValueError):
-    """The step is no set of launchers, one per node; names the variable and the remedy."""
+    """The Slurm step does not run one launcher per node; names the variable and the remedy."""
 
 
 def slurm_defaults(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Values of torchrun's flags that a step's environment implies; none outside of a step.
+    """Return the values of torchrun's flags that a Slurm step's environment implies; none outside of a step.
 
-    The port comes from the numbers of job and step, so that jobs that share a node have different ones. Raises
+    The port is derived from the numbers of job and step, so that jobs that share a node have different ones. Raises
     SlurmError.
     """
     node_list = environment.get("SLURM_STEP_NODELIST")
@@ -53,7 +53,7 @@ def slurm_defaults(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a list in Slurm's notation, such as `gpu[07-09,12],login1`. Raises SlurmError."""
+    """Return the first host of a list in Slurm's notation, such as `gpu[07-09,12],login1`. Raises SlurmError."""
     found = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", node_list)
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else ""
     if not re.fullmatch(r"[\w.-]+", host):
@@ -88,20 +88,20 @@ Start the ranks of a job on this host, as torchrun does, with the same flags and
 
 
 class LaunchArgumentError(ValueError):
-    """A flag that cannot be served; names it, its value and the remedy."""
+    """A flag is invalid or not supported; names it, its value and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """One launcher's settings."""
+    """Settings of one launcher."""
 
     nodes: int
     node_rank: int | None
-    """None: found when the store is served or reached."""
+    """None: assigned when the store is served or reached."""
     endpoint: Endpoint
     policy: Policy
     config: LaunchConfig
-    """torchrun's, of the same flags: run id, role, ranks of this host, logs."""
+    """torchrun's settings, from the same flags: run id, role, ranks of this host, logs."""
     name: str
     """Name of the script or program, as given."""
     command: str
@@ -110,17 +110,17 @@ class LaunchSettings:
 
     @property
     def shutdown_timeout_s(self) -> float:
-        """Patience with ranks that are to end, before they are killed."""
+        """Return how long ranks may take to end before they are killed, in seconds."""
         return float(getattr(self.config, "shutdown_timeout", _SHUTDOWN_TIMEOUT_S))
 
     @property
     def signals(self) -> list[signal.Signals]:
-        """Signals that ranks are sent when this launcher gets them, and that end it."""
+        """Return the signals that end this launcher and are passed on to its ranks."""
         return [signal.Signals[name.strip()] for name in _signal_names(self.config).split(",")]
 
 
 def launch_parser() -> argparse.ArgumentParser:
-    """Parser of the command line: torchrun's flags and ours."""
+    """Return the parser of the command line: torchrun's flags and ours."""
     parser = get_args_parser()
     parser.prog, parser.description = "adaptra launch", _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -152,9 +152,9 @@ def launch_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchSettings:
-    """Settings of a command line. Raises LaunchArgumentError and SlurmError; SystemExit as argparse does.
+    """Return the settings of a command line. Raises LaunchArgumentError and SlurmError; SystemExit as argparse does.
 
-    As torchrun does, sets OMP_NUM_THREADS in `os.environ` where there are several ranks and it is not set.
+    As torchrun does, sets OMP_NUM_THREADS in `os.environ` if there are several ranks and it is not set.
     """
     parser = launch_parser()
     args = parser.parse_args(arguments)

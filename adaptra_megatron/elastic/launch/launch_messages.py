@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what launchers and the coordinator write for each other into the job's store: states, so that none can be
-missed.
+"""Define the records that launchers and the coordinator write for each other into the job's store.
 
-Keys, below `adaptra/launch/<run id>/`, sealed; each has one writer. Membership has keys of its own (`membership`).
+Records are states, not events, so that no reader can miss one. Keys stand below `adaptra/launch/<run id>/` and are
+sealed; each has one writer. Membership has keys of its own (`membership`).
 
     host/<node rank>/<turn>    HostReport, by the launcher of that host, with every beat
     start                      Start, by the coordinator, once all hosts have reported
     job                        JobState, by the coordinator, with every beat
 
-A host that is gone may be replaced: the turn is 0 for the first of a node rank, 1 for the one in its place, and so on.
+A host that is gone may be replaced: the turn is 0 for the first host of a node rank, 1 for its replacement, and so on.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class RankEnding:
     at_s: float
     """Unix time at which the launcher saw it."""
     details: str
-    """Where its log is, and what it wrote about its error; several lines."""
+    """Path of its log, and the error that it wrote; several lines."""
     asked: bool = False
-    """It ended after its launcher had asked it to: whatever its exit code, its work was not done."""
+    """True if its launcher had asked it to end: its work was not done, whatever its exit code."""
     start: Natural = 0
-    """How often its launcher had started this rank before."""
+    """Number of earlier starts of this rank by its launcher."""
 
     @property
     def failed(self) -> bool:
@@ -60,7 +60,7 @@ class RankEnding:
 
     @property
     def why(self) -> str:
-        """One line."""
+        """Return the cause in one line."""
         if self.exit_code >= 0:
             return f"ended with exit status {self.exit_code}"
         known = {each.value: each.name for each in signal.Signals}
@@ -73,18 +73,21 @@ class HostReport:
 
     host: str
     nproc: Natural
-    """Ranks of this host."""
+    """Number of ranks of this host."""
     beat: Natural = 0
     endings: tuple[RankEnding, ...] = ()
-    """In the order in which they were seen: see `with_endings`."""
+    """Endings in the order in which they were seen: see `with_endings`."""
     leaving: str = ""
-    """Why the launcher ends its ranks of its own accord; empty while it does not."""
+    """Why the launcher itself ends its ranks; empty while it does not."""
     left: bool = False
-    """Its ranks have ended, and this is its last report."""
+    """True if all its ranks have ended, and this is its last report."""
 
     def with_endings(self, endings: Iterable[RankEnding]) -> HostReport:
-        """With more of them. Each rank's latest are kept, the very latest with their details: however often ranks are
-        started again, the report remains below `_MOST_NBYTES`."""
+        """Return the report with further endings.
+
+        Only each rank's latest endings are kept, and only the very latest with details: however often ranks are
+        restarted, the report remains below `_MOST_NBYTES`.
+        """
         kept: list[RankEnding] = []
         count: Counter[int] = Counter()
         for each in reversed((*self.endings, *endings)):
@@ -96,10 +99,10 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Start:
-    """From the coordinator: which ranks each host is to start."""
+    """Record of the coordinator: the ranks that each host is to start."""
 
     first_ranks: tuple[Natural, ...]
-    """Rank of local rank 0, by node rank."""
+    """Global rank of local rank 0, by node rank."""
     world_size: Natural
 
 
@@ -117,36 +120,36 @@ class JobState:
 
     beat: Natural
     outcome: LaunchOutcome | None
-    """None while the job runs: once there is one, launchers end their ranks."""
+    """End of the job, upon which launchers end their ranks; None while the job runs."""
     lost: tuple[Natural, ...]
-    """Node ranks whose hosts were silent and count as dead: should one of them be alive, it ends its ranks."""
+    """Node ranks of hosts that were silent and count as dead. If one of them is alive, it ends its ranks."""
     stalled: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that stand still, and how often each had been started before: their launchers kill these processes."""
+    """Stalled ranks, and how often each had been started before: their launchers kill these processes."""
     vacant: tuple[Natural, ...] = ()
-    """Node ranks that other hosts may take: of hosts that are lost or have left, without node rank 0."""
+    """Node ranks that other hosts may take: of hosts that are lost or have left, except node rank 0."""
     turns: Mapping[int, int] = field(default_factory=dict)
-    """Node ranks that other hosts have taken, and the turn of each: should an earlier one be alive, it ends its ranks.
-    """
+    """Turn of each node rank that another host has taken: launchers of earlier turns, if alive, end their ranks."""
     takes_newcomers: bool = False
-    """True where ranks that are started again are admitted: the job survives rank failures, and has begun an
-    iteration."""
+    """True if restarted ranks can rejoin: the job survives rank failures, and has begun an iteration."""
     admitted: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that were started again and have been admitted, and how often each had been started before."""
+    """Restarted ranks that have been admitted, and how often each had been started before."""
 
 
 def beat_s(hosts: int) -> float:
-    """Time between two reports of a launcher in which nothing has happened: of thousands of hosts, the store's server
-    answers some thousand requests a second, whatever their number. What has happened is reported at once."""
+    """Return the time between two routine reports of a launcher, in seconds; news is reported at once.
+
+    It grows with the number of hosts, so that the store's server gets about a thousand requests a second at most.
+    """
     return max(BEAT_S, hosts * _BEAT_PER_HOST_S)
 
 
 def host_key(node_rank: int, turn: int = 0) -> str:
-    """Key of a host's report."""
+    """Return the key of a host's report."""
     return f"host/{node_rank}/{turn}"
 
 
 def write(store: SealedStore, key: str, record: object) -> None:
-    """Put a record under its key. Raises RuntimeError where the store does, ValueError for one that is too large."""
+    """Write a record under its key. Raises RuntimeError if the store does, ValueError if the record is too large."""
     packet = packed(record)
     if len(packet) > _MOST_NBYTES:
         raise ValueError(f"the record {key} has {len(packet)} bytes, and the job's store takes {_MOST_NBYTES}")
@@ -154,9 +157,9 @@ def write(store: SealedStore, key: str, record: object) -> None:
 
 
 def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:
-    """The record under a key, None where there is none yet.
+    """Return the record under a key; None if there is none yet.
 
-    Raises TamperedError, ValueError for what is no such record, and RuntimeError where the store does.
+    Raises TamperedError, ValueError for an invalid record, and RuntimeError if the store does.
     """
     found = store.peek(key)
     return None if found is None else unpacked(found, kind, _MOST_NBYTES)
@@ -169,7 +172,7 @@ MOST_AT_ONCE_S = 4 * BEAT_S
 
 
 class Silence:
-    """Time without a new sign. Pure bookkeeping; times are given (seconds of the monotonic clock)."""
+    """Measures for how long a peer has shown no sign of life. Times are arguments (seconds of the monotonic clock)."""
 
     def __init__(self, now_s: float) -> None:
         self.silent_s = 0.0
@@ -177,7 +180,7 @@ class Silence:
         self._sign: object = None
 
     def observe(self, sign: object, now_s: float) -> float:
-        """Look at what the other changes while it lives. Returns how long it has been the same (seconds)."""
+        """Record a value that the peer changes while it lives; return for how many seconds it has been the same."""
         elapsed_s = min(now_s - self._last_s, MOST_AT_ONCE_S)
         self.silent_s = self.silent_s + elapsed_s if sign == self._sign else 0.0
         self._last_s, self._sign = now_s, sign

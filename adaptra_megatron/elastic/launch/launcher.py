@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher's exchange with the coordinator through the job's store, in a thread: a store that hangs holds up no rank.
+"""Run one host's launcher, its link to the coordinator through the job's store and, on node rank 0, the coordinator.
 
-On node rank 0 the same thread runs the coordinator.
-
-One host's launcher: from the first report to the end of the job, or of this host's part in it.
+The link has a thread of its own, which also runs the coordinator: a store that hangs does not delay the ranks.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ logger = logger_of(__name__)
 
 
 class Coordinator:
-    """Runs next to the launcher of node rank 0, which serves the store."""
+    """Decides for the whole job, beside the launcher of node rank 0."""
 
     def __init__(self, store: SealedStore, nodes: int, policy: Policy) -> None:
-        """`store`: of `launch_store`, for this object alone."""
+        """`store`: a client as `launch_store` returns, for this object alone."""
         self._store, self._nodes, self._beat = store, nodes, 0
         self._records = MembershipRecords(store)
         self._roster = Roster(nodes, policy, time.monotonic())
@@ -68,11 +66,13 @@ class Coordinator:
 
     @property
     def stalled(self) -> dict[int, int]:
-        """Ranks that stand still, and are to be killed; how often each had been started before, by rank."""
+        """Stalled ranks that are to be killed, and how often each had been started before."""
         return {rank: self._roster.starts.get(rank, 0) for rank in self._roster.stalled}
 
     def tick(self) -> None:
-        """Read all reports, decide, publish. Raises RuntimeError where the store does, and as `records.read`."""
+        """Read all reports, decide, and publish. Raises RuntimeError if the store does, and as
+        `launch_messages.read`.
+        """
         roster = self._roster
         self._look_for_replacements()
         for node_rank in range(self._nodes):
@@ -117,7 +117,7 @@ class Coordinator:
 
 
 def _log(membership: Membership) -> None:
-    """What is new in an epoch."""
+    """Log the departures and arrivals of a new epoch."""
     for left in membership.left:
         if left.epoch == membership.epoch:
             logger.warning("epoch %d: rank %d of host %s has left: %s", left.epoch, left.rank, left.host, left.why)
@@ -132,10 +132,10 @@ def _log(membership: Membership) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """Latest state that the link has seen."""
+    """Latest state of the job that the link has read."""
 
     node_rank: int | None = None
-    """Known once the link is up."""
+    """Node rank of this launcher; None until the link is up."""
     turn: int = 0
     """Number of earlier launchers with this node rank."""
     port: int = 0
@@ -143,18 +143,18 @@ class View:
     start: Start | None = None
     state: JobState | None = None
     error: str = ""
-    """Why the link is down for good."""
+    """Why the link has ended; empty while it works."""
 
 
 class LauncherLink:
-    """One launcher's link. `view` and `say` are for the thread that made it."""
+    """Link of one launcher to the coordinator. Use `view` and `say` in the thread that created it."""
 
     def __init__(
         self, endpoint: Endpoint, run_id: str, nodes: int, node_rank: int | None, policy: Policy, report: HostReport
     ) -> None:
-        """Takes up the link in a thread of its own. `report`: the first one."""
+        """Start the link in a thread of its own. `report`: the first one."""
         self.view = View()
-        """Replaced as a whole."""
+        """Latest view; replaced as a whole."""
         self.changed = threading.Event()
         """Set with each new view."""
         self._endpoint, self._run_id, self._nodes, self._node_rank = endpoint, run_id, nodes, node_rank
@@ -169,9 +169,9 @@ class LauncherLink:
         self._said.set()
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait for the last report, which says `left`, to be there; on node rank 0, for those of all hosts.
+        """Wait until the last report (`left`) is in the store and, on node rank 0, those of all hosts.
 
-        Returns whether they are, or the link is down.
+        Returns whether the link has ended within `timeout_s`.
         """
         self._given_up = True
         self._thread.join(timeout_s)
@@ -219,23 +219,25 @@ class LauncherLink:
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 HEALTHY_S = 3600.0
-"""A process that has run for so long, and trained, has its rank's earlier failures forgotten."""
+"""Running time after which the earlier failures of a rank that trained are forgotten, in seconds."""
 
 
 class Restarts:
-    """Of one rank on one host. Times are given (seconds of the monotonic clock)."""
+    """Restarts of one rank on one host. Times are arguments (seconds of the monotonic clock)."""
 
     def __init__(self, most: int, now_s: float) -> None:
-        """`most`: how many failures are followed by another start (--max-restarts)."""
+        """`most`: maximum number of restarts (--max-restarts)."""
         self.count = 0
-        """Failures that are not forgotten, and were or will be followed by another start."""
+        """Number of restarts, made or pending, that are not forgotten."""
         self._most, self._started_s = most, now_s
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._due_s: float | None = None
 
     def fail(self, now_s: float, *, trained: bool) -> float | None:
-        """Note that the rank's process has failed, or could not be started. Returns the pause before the next start;
-        None where there is none. `trained`: it had part in the job, and did not just try to."""
+        """Record that the rank's process failed or could not be started; return the pause before the next start.
+
+        Returns None if it is not started again. `trained`: whether the process had been admitted to the job.
+        """
         if trained:
             self._backoff.reset()
             if now_s - self._started_s >= HEALTHY_S:
@@ -248,7 +250,7 @@ class Restarts:
         return pause_s
 
     def start(self, now_s: float) -> bool:
-        """Return whether the next process is to be started now, and take it for started."""
+        """Return whether the next process is due, and record its start."""
         if self._due_s is None or now_s < self._due_s:
             return False
         self._due_s, self._started_s = None, now_s
@@ -263,32 +265,32 @@ _SIGNALLED = 128
 
 @dataclass(frozen=True)
 class LauncherVerdict:
-    """End of a launcher."""
+    """Result of a launcher."""
 
     exit_code: int
-    """0; 1 for a job that failed, as torchrun's; 128 + N for a launcher that signal N ended."""
+    """0 on success; 1 for a job that failed, as torchrun's; 128 + N for a launcher that signal N ended."""
     text: str
     number: signal.Signals = signal.SIGTERM
-    """What ranks that run are sent."""
+    """Signal that running ranks are sent."""
     leaving: str = ""
-    """Reason for which this host leaves, for the coordinator: see `HostReport`."""
+    """Why this host leaves, for the coordinator: see `HostReport`."""
 
 
 class Launcher:
-    """Runs once, in the main thread."""
+    """Launcher of one host. Runs once, in the main thread."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         self._settings = settings
         self._signals: list[signal.Signals] = []
         self._workers: Workers | None = None
         self._restarts: list[Restarts] = []
-        """By local rank, once they run."""
+        """Restarts by local rank, once ranks run."""
         self._report = HostReport(socket.gethostname(), settings.config.nproc_per_node)
         self._silence = Silence(time.monotonic())
         self._link: LauncherLink
 
     def run(self) -> LauncherVerdict:
-        """Start ranks, watch them, end them."""
+        """Start the ranks, watch them, and end them."""
         settings = self._settings
         names = (each.name for each in settings.signals)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)  # for torch, and ranks inherit it
@@ -329,7 +331,7 @@ class Launcher:
             self._link.changed.wait(POLL_S)
 
     def _plan_restarts(self, endings: Sequence[RankEnding], view: View) -> None:
-        """Have ranks that have failed started again, whose processes take their places in the job where it goes on."""
+        """Schedule restarts of failed ranks, if the job can admit them."""
         most = self._settings.config.max_restarts
         for ending in endings:
             if not ending.failed or not most:
@@ -356,7 +358,7 @@ class Launcher:
         )
 
     def _start_again(self) -> None:
-        """Start ranks whose pauses are over."""
+        """Start ranks whose pauses have elapsed."""
         assert self._workers is not None
         for local_rank, restarts in enumerate(self._restarts):
             if restarts.start(time.monotonic()):
@@ -400,7 +402,7 @@ class Launcher:
         return LauncherVerdict(_SIGNALLED + number, text, number, text)
 
     def _judged(self, view: View) -> LauncherVerdict | None:
-        """Return what the coordinator says, or its silence."""
+        """Return the verdict of the coordinator, or of its silence; None to go on."""
         if view.error:
             return LauncherVerdict(
                 1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error
@@ -437,7 +439,7 @@ class Launcher:
         )
 
     def _leave(self, verdict: LauncherVerdict) -> LauncherVerdict:
-        """End the ranks, and tell the coordinator that they have."""
+        """End the ranks, and report that to the coordinator."""
         patience_s = self._settings.shutdown_timeout_s
         report = replace(self._report, leaving=verdict.leaving)
         self._link.say(report)
@@ -471,7 +473,7 @@ class Launcher:
 
 
 def _first_rank(view: View) -> int:
-    """Rank of local rank 0 of a launcher whose ranks run."""
+    """Return the global rank of local rank 0."""
     assert view.start is not None
     assert view.node_rank is not None
     return view.start.first_ranks[view.node_rank]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts and ranks of a job as the coordinator sees them: who has left, and whether the job goes on. No store, no clock.
+"""Hosts and ranks of a job as the coordinator sees them, and when the job ends. No store, no clock.
 
-What hosts report and the time are given; what comes of it is read off.
+Reports and times are arguments; results are attributes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class Policy:
     """Rules by which a job ends."""
 
     no_kill: bool
-    """Ranks that live go on when others die. False: the first failure ends the job, as torchrun does."""
+    """True: live ranks continue when others fail. False: the first failure ends the job, as with torchrun."""
     min_ranks: int
-    """With fewer than this the job ends."""
+    """Minimum number of live ranks: below it the job ends."""
     heartbeat_timeout_s: float
-    """A host that is silent for longer counts as dead."""
+    """A host that has been silent for longer counts as dead."""
     join_timeout_s: float
-    """Hosts that have not come by then never do."""
+    """Longest wait for all hosts to arrive."""
 
 
 class Roster:
-    """One job, from the first host that reports to its outcome."""
+    """State of one job, from its first report to its outcome."""
 
     def __init__(self, nodes: int, policy: Policy, now_s: float) -> None:
         self.start: Start | None = None
@@ -61,13 +61,13 @@ class Roster:
 
     @property
     def vacant(self) -> tuple[int, ...]:
-        """Node ranks that other hosts may take: not that of the job's store."""
+        """Node ranks that other hosts may take; never 0, whose host serves the job's store."""
         if self.membership is None or self.outcome is not None:
             return ()
         return tuple(node for node, report in self.hosts.items() if node and (node in self.lost or report.left))
 
     def replace(self, node_rank: int, report: HostReport, now_s: float) -> None:
-        """Go on with another host in the place of one that is `vacant`, by its first report."""
+        """Record that another host has taken a `vacant` node rank, by its first report."""
         before = self.hosts[node_rank]
         self._done_before |= {
             self._rank(node_rank, each.local_rank): each.at_s for each in before.endings if not each.failed
@@ -77,7 +77,7 @@ class Roster:
         self.hosts[node_rank], self._silences[node_rank] = report, Silence(now_s)
 
     def observe(self, node_rank: int, report: HostReport, now_s: float) -> None:
-        """Look at a host's report, new or not. One that counts as dead stays so."""
+        """Process a host's latest report, new or not. A host that counts as dead stays dead."""
         self.hosts[node_rank] = report
         silent_s = self._silences.setdefault(node_rank, Silence(now_s)).observe(report.beat, now_s)
         if silent_s > self._policy.heartbeat_timeout_s and not report.left:
@@ -86,7 +86,7 @@ class Roster:
 
     @property
     def away(self) -> list[Departure]:
-        """Departures of ranks that do not stand ready again."""
+        """Departures of ranks that are not ready to rejoin."""
         if self.membership is None:
             return []
         live = set(self.membership.live)
@@ -94,34 +94,35 @@ class Roster:
 
     @property
     def starts(self) -> dict[int, int]:
-        """Return how often the processes of ranks that have left and stood ready again had been started before, by
-        rank."""
+        """Return how often the process of each rank that arrived again had been started before."""
         return {} if self.membership is None else {each.rank: each.ready.start for each in self.membership.arrived}
 
     def trains(self, rank: int) -> bool:
-        """Return True unless the last process of this rank waits to be admitted, or has in vain."""
+        """Return whether the latest process of this rank takes part: False while it waits to be admitted, or was
+        refused.
+        """
         return self._arrival(rank) <= self.admitted.get(rank, 0)
 
     def stall(self, stalled: Stalled) -> None:
-        """Look at a report of ranks that stand still, new or not: of these processes, not of those that follow them."""
+        """Process a report of stalled ranks, new or not. It applies to their present processes alone."""
         live = () if self.membership is None else self.membership.live
         for rank in stalled.ranks:
             if rank in live and stalled.arrivals.get(rank, 0) == self._arrival(rank):
                 self.stalled[rank] = stalled.why
 
     def ready(self, departure: Departure, ready: Readiness) -> None:
-        """Look at what the process in the place of a rank that had left has said, new or not."""
+        """Process the readiness of a process that replaces a departed rank, new or not."""
         if ready.left == departure.epoch:
             self._ready[departure.rank] = ready
 
     def decide(self, now_s: float, time_s: float) -> None:
-        """Draw the consequences. `time_s`: Unix time."""
+        """Update membership and outcome. `time_s`: Unix time."""
         if self.outcome is None:
             self.outcome = self._begin(now_s, time_s) if self.membership is None else self._go_on(time_s)
 
     @property
     def all_left(self) -> bool:
-        """True once no host is waited for any more."""
+        """True once the coordinator need not wait for any host."""
         return all(node in self.lost or report.left for node, report in self.hosts.items())
 
     def _begin(self, now_s: float, time_s: float) -> LaunchOutcome | None:
@@ -168,7 +169,7 @@ class Roster:
         return None if training - self._finished().keys() else self._end(training)
 
     def _end(self, training: set[int]) -> LaunchOutcome:
-        """No rank runs that trains: all in `training` have ended with status 0."""
+        """Return the outcome once all ranks in `training` have ended with status 0 and no other rank trains."""
         assert self.membership is not None
         away = [self.membership.departure(rank) for rank in range(self.membership.world_size) if rank not in training]
         away.sort(key=lambda each: (each.epoch, each.at_s))
@@ -185,14 +186,14 @@ class Roster:
         )
 
     def _note_unfinished(self, departed: list[Departure]) -> None:
-        """Look at departures that the membership does not tell of yet."""
+        """Record departures of ranks that failed after others had finished, so that their work is missing."""
         assert self.membership is not None
         staying = set(self.membership.live).difference(each.rank for each in departed)
         done_s = min((at_s for rank, at_s in self._finished().items() if rank in staying), default=inf)
         self._unfinished += [each for each in departed if each.at_s > done_s and self.trains(each.rank)]
 
     def _departures(self, time_s: float) -> Iterator[Departure]:
-        """Ranks that have left since the present epoch began."""
+        """Iterate over the ranks that have left since the present epoch began."""
         assert self.membership is not None
         epoch, live, starts = self.membership.epoch + 1, set(self.membership.live), self.starts
         for node, report in self.hosts.items():
@@ -225,7 +226,7 @@ class Roster:
         }
 
     def _arrival(self, rank: int) -> int:
-        """Epoch of the last one of a rank; 0 for its first process."""
+        """Return the epoch of a rank's latest arrival; 0 for its first process."""
         arrived = () if self.membership is None else self.membership.arrived
         return next((each.epoch for each in arrived if each.rank == rank), 0)
 
@@ -234,7 +235,7 @@ class Roster:
         return self.start.first_ranks[node] + local_rank
 
     def _failures(self, departed: tuple[Departure, ...] | list[Departure]) -> str:
-        """Return the first failure in full, and the ranks of the others."""
+        """Describe the first failure in full, and list the ranks of the others."""
         first, *others = departed
         also = f"; then ranks {', '.join(str(each.rank) for each in others)}" if others else ""
         what = f"rank {first.rank} on host {first.host} was the first to end: it {first.why}"
@@ -244,7 +245,7 @@ class Roster:
 
 
 def _departing(node: int, report: HostReport) -> str:
-    """Return why a host ends its ranks of its own accord, if it does."""
+    """Return why a launcher itself ends its ranks; empty if it does not."""
     return f"the launcher of host {report.host} (node rank {node}) {report.leaving}" if report.leaving else ""
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that Linux kills when its parent ends, however that ends.
+"""Run a program that Linux kills when its parent ends, however that ends.
 
-python -I -S tied_process.py PARENT_PID PROGRAM ARGUMENTS...
+    python -I -S tied_process.py PARENT_PID PROGRAM ARGUMENTS...
 
-Started as a file by an interpreter that imports nothing else, so that it costs a rank some milliseconds.
+It is started as a file, by an interpreter that imports nothing else, so that it costs a rank only milliseconds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _NOT_FOUND = 127
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent, the process `parent`, ends. More exactly, that one's thread that
-    started this process."""
+    """Ask Linux to kill this process when `parent` ends; more exactly, the thread of `parent` that started this
+    process.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the request
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    """Become the program."""
+    """Replace this process by the program."""
     die_with_parent(int(arguments[0]))
     try:
         os.execvp(arguments[1], arguments[1:])

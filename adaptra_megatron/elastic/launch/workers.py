@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of one host: their environment, processes and logs, as torchrun's, and their ends."""
+"""Ranks of one host: environment, processes, logs and endings, all as torchrun's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _MOST_ERROR_NBYTES = 1 << 20
 
 
 class Workers:
-    """Running ranks, each the leader of a session of its own. Made by the main thread: their lives are tied to it."""
+    """Processes of the ranks of one host, each in a session of its own.
+
+    The main thread must create it: Linux ends the ranks with the thread that started them.
+    """
 
     def __init__(
         self,
@@ -49,9 +52,11 @@ class Workers:
         endpoint: Endpoint,
         first_start: int = 0,
     ) -> None:
-        """Start them. `endpoint`: the job's store, as ranks are to reach it. `first_start`: how often they count as
-        started before, where they take the places of others'. Raises OSError, and torch's SignalException for a signal
-        that comes meanwhile."""
+        """Start the ranks. `endpoint`: address of the job's store for the ranks.
+
+        `first_start`: number of earlier starts that the ranks are counted with, if they replace another host's. Raises
+        OSError, and torch's SignalException if a signal arrives meanwhile.
+        """
         prefix = config.log_line_prefix_template
         self._environments = environments = environments_of(config, start, node_rank, endpoint)
         locals_ = range(config.nproc_per_node)
@@ -78,9 +83,9 @@ class Workers:
         )
         self._context = context
         self._handlers = dict(self._context.subprocess_handlers)
-        """By local rank, of its latest process."""
+        """Handler of each local rank's latest process."""
         self._starts = dict.fromkeys(locals_, first_start)
-        """How often each has been started again."""
+        """Number of earlier starts of each local rank."""
         self._numa = optional.get("numa_options")
         self._running = self._context.pids()
         for process_id in self._running.values():
@@ -88,11 +93,11 @@ class Workers:
 
     @property
     def running(self) -> list[int]:
-        """Local ranks that run."""
+        """Local ranks whose processes run."""
         return list(self._running)
 
     def poll(self) -> list[RankEnding]:
-        """Ranks that have ended since the last call. What they started, and left in their group, is killed."""
+        """Return the ranks that have ended since the last call. Kills the rest of their process groups."""
         endings = []
         for local_rank, process_id in list(self._running.items()):
             if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -107,10 +112,10 @@ class Workers:
         return endings
 
     def start_again(self, local_rank: int) -> None:
-        """Start a rank that has ended. Raises OSError.
+        """Restart a rank that has ended. Raises OSError.
 
-        Where the first wrote to files, this one writes beside them, with ".again-<number>" at the end of their names;
-        with --tee it writes there alone.
+        If the first process wrote to files, this one writes to files of its own, whose names end with
+        ".again-<number>". With --tee it writes to the file alone.
         """
         self._starts[local_rank] += 1
         environment = {
@@ -132,9 +137,9 @@ class Workers:
         self._guard.watch(handler.proc.pid)
 
     def end(self, number: signal.Signals, patience_s: float, hurry: Callable[[], bool]) -> list[RankEnding]:
-        """Send a signal to all that run; kill those that have not ended after `patience_s`, or once `hurry` says so.
+        """Send a signal to all running ranks; kill those that run after `patience_s`, or once `hurry` returns True.
 
-        Returns their ends; not that of a process that the kernel does not end, which is logged.
+        Returns their endings. Logs a process that the kernel does not end, and leaves it out.
         """
         self._signal(number)
         endings = self._await(patience_s, hurry)
@@ -153,14 +158,16 @@ class Workers:
         return endings
 
     def kill(self, starts: Mapping[int, int]) -> None:
-        """Kill those of these processes, one of a local rank, that run; `poll` tells of their ends. `starts`: how often
-        each had been started before; the process that follows it is left alone."""
+        """Kill processes of ranks; `poll` returns their endings. `starts`: number of earlier starts, by local rank.
+
+        Processes with another number of earlier starts are left alone.
+        """
         for local_rank, process_id in self._running.items():
             if starts.get(local_rank) == self._starts[local_rank]:
                 kill_group(process_id)
 
     def close(self) -> None:
-        """Show the rest of the logs that go to the terminal, and end what is left."""
+        """Print the rest of the logs that go to the terminal, and end all processes."""
         self._context.close(signal.SIGKILL, 0)
         self._guard.close()
 
@@ -178,12 +185,12 @@ class Workers:
         return endings
 
     def _file(self, files: Mapping[int, str], local_rank: int) -> str:
-        """Return the one of `files` that a rank's latest process has; "" where it has none."""
+        """Return the file in `files` of a rank's latest process; "" if it has none."""
         file, start = files[local_rank], self._starts[local_rank]
         return f"{file}.again-{start}" if file and start > self._first_start else file
 
     def _details(self, local_rank: int, process_id: int, exit_code: int) -> str:
-        """Place of a rank's log, and its error: what torch's `record` wrote, or the end of what went to a file."""
+        """Return the path of a rank's log, and its error: from torch's `record`, or else the end of its log."""
         files = (self._file(files, local_rank) for files in (self._context.stderrs, self._context.stdouts))
         logs = [log for log in files if log]
         where = " ".join(logs) or "none but this launcher's output (--redirects 3 or --tee 3 writes files to --log-dir)"
@@ -204,8 +211,9 @@ class Workers:
 def environments_of(
     config: LaunchConfig, start: Start, node_rank: int, endpoint: Endpoint
 ) -> dict[int, dict[str, str]]:
-    """Return what ranks find in their environment beside the launcher's own, by local rank: the variables of torchrun
-    (torch/distributed/elastic/agent/server/local_elastic_agent.py, LocalElasticAgent._start_workers)."""
+    """Return torchrun's environment variables of each local rank
+    (torch/distributed/elastic/agent/server/local_elastic_agent.py, LocalElasticAgent._start_workers).
+    """
     inherited = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if name in os.environ}
     common = {
         "GROUP_RANK": str(node_rank),
@@ -237,7 +245,7 @@ def _prefix(template: str, environment: dict[str, str]) -> str:
 
 
 def _tail(log: Path) -> str:
-    """The last lines of a log, which may be of any size and be one line."""
+    """Return the last lines of a log, which may be of any size, or a single line."""
     try:
         with log.open("rb") as file:
             begin = max(0, file.seek(0, os.SEEK_END) - DETAILS_NCHARS)
