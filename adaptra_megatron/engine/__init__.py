@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run iterations: pipeline, executor, dispatch, measurement, and the way into Megatron."""
+"""Run iterations inside Megatron: pipeline, executor, dispatch and measurement."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns --adaptra on in a program that knows nothing of it: hooks that wait for Megatron to be imported.
+"""Turn --adaptra on in a program that knows nothing of it, by hooks that wait for Megatron to be imported.
 
-Four ways lead here: the flag alone and ADAPTRA=1 in the environment (the line of adaptra_megatron.pth, which Python
-runs at its start, calls `on_flag`), `python -m adaptra_megatron SCRIPT` and `import adaptra_megatron.auto` (both call
-`on_request`). Nothing is patched before Megatron's own parser has read our flags, or a process without it gets to its
-first iteration. This module imports little, and only of the standard library.
+Four ways lead here. The flag alone and ADAPTRA=1 in the environment call `on_flag`, through the line of
+adaptra_megatron.pth, which Python runs at its start. `python -m adaptra_megatron SCRIPT` and `import
+adaptra_megatron.auto` call `on_request`. Nothing is patched before Megatron's own parser has read our flags, or a
+process without that parser reaches its first iteration. This module imports little, and only from the standard library.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Hook = Callable[[ModuleType], None]
 
 
 class PostImportFinder:
-    """A finder for `sys.meta_path` that leaves finding to the others, and runs a hook after a module has executed.
+    """Finder for `sys.meta_path` that runs a hook after a module has been imported by the other finders.
 
-    The hook runs before the importer goes on, so `from module import name` binds what it has put there. An error of the
-    hook is an error of the import.
+    The hook runs before the import statement continues, so `from module import name` binds the hook's replacement. An
+    error of the hook is an error of the import.
     """
 
     def __init__(self, hooks: Mapping[str, Hook]) -> None:
-        """`hooks`: by full name of the module."""
+        """`hooks`: by full module name."""
         self._hooks = dict(hooks)
 
     def install(self) -> None:
-        """Put this finder first; run the hooks of modules that are there already."""
+        """Install this finder first, and run the hooks of modules that are already imported."""
         sys.meta_path.insert(0, self)
         for name, hook in self._hooks.items():
             module = sys.modules.get(name)
@@ -50,7 +50,7 @@ class PostImportFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, its loader wrapped; None for modules without a hook."""
+        """Return the spec of the other finders with its loader wrapped; None for modules without a hook."""
         hook = self._hooks.get(name)
         if hook is None:
             return None
@@ -67,7 +67,7 @@ class PostImportFinder:
 
 
 class _LoaderWithHook:
-    """A loader that runs a hook once the module has executed; for all else it is the one it wraps."""
+    """Loader that runs a hook once the module has executed; otherwise it behaves as the wrapped loader."""
 
     def __init__(self, loader: Any, hook: Hook) -> None:
         self._loader = loader
@@ -106,20 +106,20 @@ HOOKS = {
 
 
 class BootstrapError(RuntimeError):
-    """Megatron cannot be hooked as intended; the message says why and what to do."""
+    """Megatron cannot be hooked as intended; says why, and the remedy."""
 
 
 def on_flag() -> None:
-    """Have Megatron's parser know our flags. They decide, unless the environment asks for --adaptra."""
+    """Add our flags to Megatron's parser. They turn the package on, unless the environment does."""
     finder = _finder()
     finder.requested = finder.requested or is_set(ON_VARIABLE)
 
 
 def on_request() -> None:
-    """Take --adaptra as given, also in a script that does not use Megatron's parser.
+    """Turn the package on as if --adaptra had been given, also in a script without Megatron's parser.
 
-    Where Megatron's schedules have been imported already, its functions are patched at once: who has bound
-    `get_forward_backward_func` by then would not come by our hook.
+    If Megatron's schedules have been imported already, its functions are patched at once: a script that has bound
+    `get_forward_backward_func` by then would bypass the hook.
     """
     late = SCHEDULES in sys.modules and not any(finder.requested for finder in _finders())
     finder = _finder()
@@ -129,7 +129,7 @@ def on_request() -> None:
 
 
 class MegatronHooks(PostImportFinder):
-    """The finder of this process; there is one at most."""
+    """Finder of this process, of which there is at most one."""
 
     def __init__(self) -> None:
         super().__init__({ARGUMENTS: self._hook_arguments, SCHEDULES: self._hook_schedules, BRIDGE: self._hook_bridge})
@@ -138,7 +138,7 @@ class MegatronHooks(PostImportFinder):
         self._enabling: Enabling | None = None
 
     def decide(self) -> None:
-        """Decide by the command line and the environment whether Megatron is patched."""
+        """Decide from command line and environment whether Megatron is patched."""
         self._decider().decide_without_parser()
 
     def _hook_arguments(self, arguments: ModuleType) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a command line to patches in force: our flags in a program's parser, and what is done once they are read."""
+"""Add our flags to a program's parser, and apply the patches once the command line has been parsed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ _MOST_CHARACTERS = 2000
 
 
 class Enabling:
-    """Decides once per process whether Megatron is patched, and how."""
+    """Decides, once per process, whether and how Megatron is patched."""
 
     def __init__(self, *, requested: bool, flags: str = "") -> None:
-        """`requested`: --adaptra is taken as given. `flags`: further ones, in one text, as the environment has them."""
+        """`requested`: whether --adaptra counts as given. `flags`: further flags from the environment, as one
+        string.
+        """
         self._requested = requested
         self._flags = flags
         self._decided = False
 
     def extend(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add our flags to `parser`, and decide whenever it has parsed a command line.
+        """Add our flags to `parser`, and decide whenever it has parsed a command line. Returns `parser`.
 
-        What cannot be ends the process with one line, on one rank, and exit status 2.
+        Invalid settings end the process with one line on one rank, and exit status 2.
         """
         add_adaptra_arguments(parser)
         parser.set_defaults(adaptra=self._requested)
@@ -65,7 +67,7 @@ class Enabling:
         return parser
 
     def _words_of_environment(self) -> list[str]:
-        """The flags that the environment has, once it is known that they are ours."""
+        """Return the flags from the environment, after checking that they are ours."""
         try:
             words = shlex.split(self._flags)
         except ValueError as error:
@@ -74,12 +76,11 @@ class Enabling:
         return words
 
     def decide_without_parser(self, command_line: Sequence[str] | None = None, job: Any = None) -> None:
-        """Decide by the --adaptra flags among others on `command_line` (default: the process's own).
+        """Decide by the --adaptra flags on `command_line` (default: the process's own), among other flags.
 
-        `job`: the job's settings, as configurations within configurations, where they are known already.
-
-        Does nothing once it is decided, or when the program has patched Megatron by itself. Where --adaptra was not
-        taken as given, a program that has none of our modules has read it, or ignored it: warns that it has no effect.
+        `job`: the job's settings, as nested configurations, if they are known already. Does nothing after the first
+        decision, or if the program has patched Megatron itself. If --adaptra is on the command line but nothing has
+        asked for it, warns that it has no effect.
         """
         if self._decided:
             return
@@ -108,7 +109,7 @@ class Enabling:
         self.decide(parser, arguments)
 
     def decide(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-        """Patch Megatron as `arguments` say, or leave it; parsing the same again changes nothing."""
+        """Patch Megatron as `arguments` say, or not; parsing the same arguments again changes nothing."""
         first, self._decided = not self._decided, True
         try:
             if not arguments.adaptra:
@@ -148,14 +149,14 @@ class Enabling:
 
 
 def _own_parser(program: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the --adaptra flags alone, whose errors are of `program` (default: the script)."""
+    """Return a parser of the --adaptra flags alone. `program`: name in its errors (default: the script)."""
     parser = add_adaptra_arguments(argparse.ArgumentParser(program, allow_abbrev=False, add_help=False))
     parser.error = functools.partial(refuse, parser.prog)  # type: ignore[method-assign]
     return parser
 
 
 def refuse(program: str, message: str) -> NoReturn:
-    """End this process with exit status 2 and one line, which one rank of a job says."""
+    """End this process with exit status 2 and one line, printed by one rank of the job."""
     if not is_first_rank():
         time.sleep(WAIT_S if is_first_of_host() else 2 * WAIT_S)
     sys.stderr.write(f"{program}: error: {' '.join(message.split())[:_MOST_CHARACTERS]}\n")

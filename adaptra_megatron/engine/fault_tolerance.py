@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that survives rank failures: iterations are attempted among the ranks that live until one commits."""
+"""Train on when ranks fail: each iteration is attempted by the live ranks until one attempt commits."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _FLAG = "--adaptra-reroute failures"
 
 
 class FaultTolerance(EngineFeature):
-    """One process's part in a job that survives rank failures."""
+    """Fault tolerance of one process."""
 
     def __init__(self, config: AdaptraConfig, groups: FaultTolerantGroups | None = None) -> None:
-        """`groups`: Megatron's process groups; None: this makes them. Raises as `live_groups`."""
+        """`groups`: Megatron's process groups; None: create them. Raises as `live_groups`."""
         super().__init__()
         made = live_groups(config) if groups is None else groups
         assert made is not None
@@ -67,7 +67,7 @@ class FaultTolerance(EngineFeature):
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """Return what all ranks of the job have alike: flags and values."""
+        """Return the flags that must be the same on all ranks, with their values."""
         return {**self._config.common, **({} if self.training is None else self.training.settings)}
 
     def wrap_entry(self, entry: JobEntry) -> JobEntry:
@@ -80,11 +80,10 @@ class FaultTolerance(EngineFeature):
         return self._recoveries[-1]
 
     def take_place(self) -> Mapping[str, Any] | None:
-        """Have this process, if it takes the place of a rank that had left, go on where the others are. Called before
-        data are read for the first iteration, with `training` known.
+        """Rejoin the job if this process replaces a failed rank. Called before data are read for the first iteration.
 
-        Returns the others' progress once this process has their parameters and optimizer state; None where it takes no
-        place, or has it already. Raises as `rejoining.take_place`.
+        Returns the others' progress, once this process has their parameters and optimizer state; None if it replaces no
+        rank, or has rejoined already. `training` must be set. Raises as `rejoining.take_place`.
         """
         place = self.groups.place
         if place is None or self.training is None or self.joining is not None:
@@ -95,8 +94,9 @@ class FaultTolerance(EngineFeature):
         return progress
 
     def save(self, write: Callable[[], Any]) -> Any:
-        """See EngineFeature. `write` sees the ranks that live, numbered from 0, as if they were all; it is called again
-        where one fails meanwhile."""
+        """See EngineFeature. `write` sees only live ranks, numbered from 0. It is called again if a rank fails
+        meanwhile.
+        """
         if not self._recoveries:
             return write()
 
@@ -112,7 +112,7 @@ class FaultTolerance(EngineFeature):
         self._recoveries.clear()
 
     def _gather(self) -> None:
-        """Gather parameters from the shards that are stepped."""
+        """Gather parameters from the optimizer's shards."""
         for optimizer in self.sharded_optimizers:
             for chunk in optimizer.model_chunks:
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -121,29 +121,30 @@ class FaultTolerance(EngineFeature):
 
 
 class Recovery(IterationHooks):
-    """One pipeline's iterations, which are attempted until one commits."""
+    """Runs one pipeline's iterations until they commit."""
 
     manager: RecoveryManager
-    """From `made` on."""
+    """Set by `made`."""
     _kept: AttemptState
-    """From `made` on."""
+    """Set by `made`."""
 
     def __init__(self, pipeline: Pipeline, feature: FaultTolerance) -> None:
         super().__init__(pipeline)
         self._feature, self._groups = feature, feature.groups
         self._generation = FIRST
-        """The one that links and routes were made for."""
+        """Generation that links and routes were made for."""
         self._digested = FIRST
-        """The last generation whose state has been compared between replicas."""
+        """Last generation whose state was compared between replicas."""
         self._digest: bytes | None = None
-        """Of the state with which the attempt under way has begun, where that is to be compared."""
+        """Digest of the state at the beginning of this attempt, if replicas are to be compared."""
         self._conserved: Conserved | None = None
-        """What the gradients of the last attempt were found to hold."""
+        """Verified counts of the gradients of the last attempt."""
         self._failures_logged = 0
 
     def made(self, call: PipelineCall) -> None:
-        """See IterationHooks. Raises UnsupportedFeatureError for what cannot be redone, or where no launcher says which
-        ranks live."""
+        """See IterationHooks. Raises UnsupportedFeatureError for features that cannot be repeated, or without a
+        launcher that reports live ranks.
+        """
         feature, pipeline = self._feature, self.pipeline
         _refuse(call, pipeline.book.layout, feature.sharded_optimizers)
         _hold_copies(pipeline.job, feature.sharded_optimizers)
@@ -166,7 +167,7 @@ class Recovery(IterationHooks):
         return attempted
 
     def _attempt(self, attempt: Attempt, call: PipelineCall, generation: Generation, number: int) -> Attempted:
-        """Run one attempt at `call` in `generation`. `number`: of earlier attempts at it, which did not commit."""
+        """Run one attempt at `call` in `generation`. `number`: of earlier attempts, which did not commit."""
         self._enter(call, generation)
         self._groups.gather_missed()
         if not call.forward_only:
@@ -180,7 +181,7 @@ class Recovery(IterationHooks):
         return attempt(call, self.manager.turn)
 
     def _begin_attempt(self, call: PipelineCall, *, again: bool) -> None:
-        """Have each attempt at a training iteration begin with what the first one began with."""
+        """Restore the state in which the first attempt began, except before the first attempt, which saves it."""
         if not again:
             self._kept.keep()
             return
@@ -188,10 +189,10 @@ class Recovery(IterationHooks):
         self._kept.restore()
 
     def _enter(self, call: PipelineCall, generation: Generation) -> None:
-        """Go on with the ranks that live in `generation`, from `call` on; does nothing where that was entered before.
+        """Continue from `call` with the live ranks of `generation`; do nothing if it was entered before.
 
-        Links, measuring and planning begin anew, from the plan that the lowest live rank has in force. Raises
-        RuntimeError where that does not say it, EpochEndedError where another rank fails meanwhile.
+        Links, measurements and planning start anew, from the active plan of the lowest live rank. Raises RuntimeError
+        if that rank does not publish it, EpochEndedError if another rank fails meanwhile.
         """
         if generation.id == self._generation:
             return
@@ -216,7 +217,7 @@ class Recovery(IterationHooks):
         pipeline.telemetry.lead(leads=leads)
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
-        """See IterationHooks. Micro-batches are counted."""
+        """See IterationHooks. Counts micro-batches."""
         if call.forward_only:
             return computation
         self._feature.conservation.begin(call.model_chunks)
@@ -242,8 +243,7 @@ class Recovery(IterationHooks):
         self._conserved = self._feature.conservation.verify(call, own, tokens)
 
     def _word(self, word: Word) -> Word:
-        """Add to what this rank comes with to the end of an attempt: the tokens that its gradients hold, and in the
-        first attempt of a generation the state that it has begun with."""
+        """Add this rank's tokens and, in the first attempt of a generation, the digest of its state to its word."""
         worker = self.pipeline.job.layout.workers[self.pipeline.job.layout.rank]
         if self._digest is not None:
             place = f"stage {worker.cell.stage}, lane {worker.lane}"
@@ -264,7 +264,7 @@ class Recovery(IterationHooks):
         return replace(figures, lost=lost)
 
     def end(self, call: PipelineCall) -> None:
-        """See IterationHooks. Ranks that failed and came back are logged, by the lowest that lives."""
+        """See IterationHooks. The lowest live rank logs ranks that failed or rejoined."""
         manager, pipeline = self.manager, self.pipeline
         leads = pipeline.job.layout.rank == min(manager.generation.live)
         moved = [move for each in pipeline.hooks if isinstance(each, Rerouting) for move in each.moved_from_dead]
@@ -283,10 +283,11 @@ class Recovery(IterationHooks):
 
 
 def _agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:
-    """The plan from which all ranks of `job`, those that live, go on. `mine`: of the leader; None on all other ranks.
-    `check`: raises once another rank has died.
+    """Return the active plan of the leader, with which all live ranks of `job` continue. `mine`: on the leader; else
+    None.
 
-    Raises LateRankError where the leader does not say it within the timeout.
+    `check` raises once another rank has failed. Raises LateRankError if the leader does not publish it within the
+    timeout.
     """
     said, timeout_s = None if mine is None else encoded(mine), job.timeout_s
     with job.control.lent("plan", timeout_s) as store:
@@ -302,7 +303,7 @@ def _agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> 
 def _membership_events(
     rank_failures: Sequence[RankFailure], returns: Sequence[Return], moved: Sequence[Moved]
 ) -> Iterator[RanksLost | RanksReturned]:
-    """Events of ranks that were lost and that came back. `moved`: by the routes since then."""
+    """Return the events of failed and of rejoined ranks. `moved`: moves of the routes since then."""
     for failure in rank_failures:
         yield RanksLost(
             epoch=failure.epoch,
@@ -326,10 +327,10 @@ def _membership_events(
 def _manager(
     job: Job, groups: FaultTolerantGroups, interrupt: Callable[[str], None], joined: JoinResult | None
 ) -> RecoveryManager:
-    """This rank's part in a job that survives rank failures. `interrupt`: wakes what it waits in, with the cause.
-    `joined`: of a process that takes the place of a rank that had left.
+    """Create this rank's RecoveryManager.
 
-    Raises UnsupportedFeatureError where no launcher says which ranks live.
+    `interrupt`: called with the cause when live ranks change, to wake this rank's waits. `joined`: of a rejoining
+    process. Raises UnsupportedFeatureError if no launcher reports which ranks live.
     """
     try:
         records = MembershipRecords.of_rank(CONNECT_S)
@@ -347,9 +348,9 @@ def _manager(
 
 
 def _hold_copies(job: Job, optimizers: Sequence[Any]) -> None:
-    """Have a copy of each shard of the distributed `optimizers` at another cell. Collective.
+    """Copy each shard of the distributed `optimizers` to another cell. Collective.
 
-    Raises UnsupportedFeatureError where there is no other.
+    Raises UnsupportedFeatureError if there is no other cell.
     """
     for optimizer in optimizers:
         try:
@@ -361,8 +362,11 @@ def _hold_copies(job: Job, optimizers: Sequence[Any]) -> None:
 
 
 def _refuse(call: PipelineCall, layout: Layout, optimizers: Sequence[Any]) -> None:
-    """Raise UnsupportedFeatureError for what cannot be redone, or is lost with a rank, before anything is computed.
-    `optimizers`: the distributed ones that can hold copies of shards."""
+    """Raise UnsupportedFeatureError, before any computation, for features that cannot be repeated or that fail with a
+    rank.
+
+    `optimizers`: distributed optimizers that can hold copies of shards.
+    """
     ddp: Any = call.model_chunks[0].ddp_config
     refuse_for_recovery("failures", call.config, ddp, *(optimizer.config for optimizer in optimizers))
     reasons = {

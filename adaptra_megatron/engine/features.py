@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the features that a configuration asks for; the module of any other feature is not imported."""
+"""Create the features that a configuration asks for. Modules of other features are not imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MakeHooks = Callable[["Pipeline"], IterationHooks]
 
 
 class GuardedOrder(IterationHooks):
-    """Refuses, in the first training iteration, collectives over ranks that will have orders of their own."""
+    """Refuses, in the first training iteration, collectives over ranks that may run another order."""
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
         """See IterationHooks. Actions raise UnsupportedFeatureError for such a collective."""
@@ -42,7 +42,7 @@ class GuardedOrder(IterationHooks):
 
 
 class Decorated(IterationHooks):
-    """Wraps computation by a function of it and the stage, as emulation and instrumentation hand it in."""
+    """Wraps computation in a given function of it and the stage, for emulation and instrumentation."""
 
     def __init__(self, pipeline: Pipeline, decorate: Decorate) -> None:
         super().__init__(pipeline)
@@ -54,7 +54,7 @@ class Decorated(IterationHooks):
 
 
 class StragglerMonitoring(EngineFeature):
-    """Finds replicas that come last to gradient synchronisation, where there are several."""
+    """Finds replicas that arrive last at gradient synchronisation."""
 
     def __init__(self, config: AdaptraConfig) -> None:
         from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
@@ -80,10 +80,10 @@ class StragglerMonitoring(EngineFeature):
 
 
 class EndedJob(IterationHooks):
-    """Ends the job with the first iteration of any rank that fails."""
+    """Ends the job when an iteration of any rank fails."""
 
     def fail(self, cause: BaseException) -> None:
-        """See IterationHooks. It is logged, and the peers learn why."""
+        """See IterationHooks. Logs the error, and publishes it to the peers."""
         from adaptra_megatron.elastic.job_abort import end_job
 
         self._ending = end_job(self.pipeline.job.control, self.pipeline.job.layout, cause)
@@ -94,7 +94,7 @@ class EndedJob(IterationHooks):
 
 
 class SplitEngineLayers(EngineFeature):
-    """Layers of Transformer Engine, where that is there, whose backwards can be split."""
+    """Makes the backwards of Transformer Engine's layers splittable, if it is installed."""
 
     def __init__(self, queue: WeightGradientQueue) -> None:
         super().__init__()
@@ -137,10 +137,10 @@ def make_features(
     groups: FaultTolerantGroups | None = None,
     hooks: Sequence[MakeHooks] = (),
 ) -> list[EngineFeature]:
-    """Return the features that `config` asks for, and last those of the user's own `hooks`. `decorate`: see
-    `Decorated`. `groups`: see `FaultTolerance`.
+    """Return the features that `config` asks for, followed by those of the user's own `hooks`.
 
-    Raises UnrecoverableError in a process that has been started again and cannot take part.
+    `decorate`: see `Decorated`. `groups`: see `FaultTolerance`. Raises UnrecoverableError in a restarted rank that
+    cannot rejoin.
     """
     features: list[EngineFeature] = []
     if config.reroute != "off":

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the form of a feature that takes part in iterations: the engine calls these methods and knows no feature."""
+"""Define the interface of features that take part in iterations: the engine calls these methods and knows no
+feature.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Attempted(NamedTuple):
     report: IterationReport
     schedule: Schedule
     losses: list[Any]
-    """Those that the training script gets."""
+    """Losses that the training script gets."""
 
 
 Attempt = Callable[["PipelineCall", int], Attempted]
@@ -42,38 +44,40 @@ Inputs = Callable[[int, int], "Input"]
 
 
 class IterationHooks:
-    """One feature's part in the iterations of one pipeline, on one rank. Lives as long as the pipeline.
+    """Hooks of one feature into the iterations of one pipeline, on one rank. Live as long as the pipeline.
 
-    Methods do nothing, or return what they are given, unless a feature overrides them. Features are called in the order
-    of their list, so that the wrapper of the last one is outermost. What wraps a value and what surrounds a step have a
-    method each, so that the engine asks no feature whether it is there. Work is chosen, not a schedule: routed work is
-    that of one rank, and no schedule of its pipeline.
+    Methods do nothing, or return their argument, unless a feature overrides them. Features are called in the order of
+    their list, so that the wrapper of the last one is outermost. There is a method for each wrapped value and for each
+    step that can be surrounded, so that the engine never asks whether a feature is on. `choose_work` returns work, not
+    a schedule, since routed work is that of one rank and no schedule of its pipeline.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """`pipeline`: the one that is being made. It has job, transport, plans and exchange, and no executor yet."""
+        """`pipeline`: under construction. It has job, transport, plans and exchange, but no executor yet."""
         self.pipeline = pipeline
 
     # Of a pipeline.
 
     def wrap_transport(self, transport: Transport) -> Transport:
-        """Return the transport by which the pipeline's messages go."""
+        """Return the transport for the pipeline's messages."""
         return transport
 
     def made(self, call: PipelineCall) -> None:
-        """Set up what needs the whole pipeline, before its first `call`. Collective over the job's ranks."""
+        """Set up state that needs the whole pipeline, before its first `call`. Collective over the job's ranks."""
 
     def follow(self, decision: Decision) -> None:
-        """Do as was decided, before the first iteration for which it holds."""
+        """Apply a decision, before the first iteration for which it holds."""
 
     def close(self) -> None:
-        """End threads and files: the pipeline's links and exchange have ended."""
+        """End threads and files. The pipeline's links and exchange have ended already."""
 
     # Of an iteration, in this order.
 
     def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
-        """Run the iteration of `call` by `attempt`, once or until its result counts; return that result. `number`: of
-        the attempt, which no other at this iteration has."""
+        """Run the iteration of `call` by `attempt`, once or until its result counts; return that result.
+
+        `number`: of the attempt, unique for this iteration.
+        """
         return attempt(call, number)
 
     def wrap_inputs(self, call: PipelineCall, inputs: Inputs) -> Inputs:
@@ -85,55 +89,60 @@ class IterationHooks:
         return computation
 
     def choose_work(self, work: Callable[[], Work], call: PipelineCall, schedule: Schedule) -> Work:
-        """Return what an attempt runs on this rank; `work` makes what `schedule` has it run."""
+        """Return the work of an attempt on this rank. `work` makes that of `schedule`."""
         return work()
 
     def finish(self, finish: Callable[[], None], call: PipelineCall, tokens: torch.Tensor) -> None:
-        """Have the gradients of an attempt at a training iteration reduced, by `finish`. `tokens`: of the micro-batches
-        that were computed here, then of all that gradients are divided by."""
+        """Reduce the gradients of an attempt at a training iteration, by `finish`.
+
+        `tokens`: number in the micro-batches computed here; after `finish`, the number that all gradients are divided
+        by.
+        """
         finish()
 
     def wrap_losses(self, call: PipelineCall, losses: list[Any]) -> list[Any]:
-        """Return what the training script gets of the `losses` that an attempt has computed here."""
+        """Return the losses for the training script. `losses`: those that the attempt computed here."""
         return losses
 
     def commit(self, call: PipelineCall) -> None:
-        """Act once the iteration will not be attempted again; all of it has been launched."""
+        """Act once the iteration has committed, and is not attempted again. All of it has been launched."""
 
     def wrap_figures(self, figures: RankFigures) -> RankFigures:
-        """Return the figures of a training iteration that telemetry gets."""
+        """Return the figures of a training iteration for telemetry."""
         return figures
 
     def end(self, call: PipelineCall) -> None:
         """Act once telemetry has the iteration's figures."""
 
     def measured(self, ended: EndedIteration) -> None:
-        """Use what a training iteration measured: on a GPU when the next one begins, or the pipeline is closed."""
+        """Use the measurements of a training iteration. On a GPU they come when the next one begins, or the pipeline is
+        closed.
+        """
 
     # Of an iteration that fails.
 
     def fail(self, cause: BaseException) -> None:
-        """Act on the error of an iteration, before links are ended."""
+        """Act on the error of an iteration, before links are closed."""
 
     def failed(self) -> None:
-        """Wait, once links have ended, for what is to end before this process."""
+        """Wait, once links are closed, for processes that must end before this one."""
 
 
 class StockHooks:
-    """One feature's part in iterations that stock's own schedule runs, on one rank."""
+    """Hooks of one feature into iterations that stock's own schedule runs, on one rank."""
 
     def end(self, iteration: int, seconds: float) -> None:
-        """Act once a training iteration has taken `seconds`. `iteration`: its number, evaluations counted."""
+        """Act after a training iteration that took `seconds`. `iteration`: its number, with evaluations counted."""
 
     def close(self) -> None:
         """End threads and files."""
 
 
 class EngineFeature:
-    """One feature's part in a process, made when patches are applied. Lives as long as they do."""
+    """A feature in one process. Created when patches are applied, and lives as long as they do."""
 
     def __init__(self, hooks: Callable[[Pipeline], IterationHooks] = IterationHooks) -> None:
-        """`hooks`: of a feature that is no more than these, their class."""
+        """`hooks`: class of the feature's hooks, for a feature without further state."""
         self._hooks = hooks
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
@@ -141,27 +150,29 @@ class EngineFeature:
         return self._hooks(pipeline)
 
     def stock_hooks(self, job: Job, telemetry: RunTelemetry) -> StockHooks:
-        """Return the feature's hooks where stock's own schedule runs."""
+        """Return the feature's hooks for iterations that stock's own schedule runs."""
         return StockHooks()
 
     def wrap_entry(self, entry: JobEntry) -> JobEntry:
-        """Return how the next pipeline comes into its job."""
+        """Return the entry by which the next pipeline joins its job."""
         return entry
 
     def iterate(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """Carry out one call of Megatron's forward_backward function by `run`, which has these `arguments`, with a
-        pipeline or with stock's own schedule; return its result."""
+        """Run one call of Megatron's forward_backward function by `run`; return its result.
+
+        `arguments`: of that call. `run` uses a pipeline, or stock's own schedule.
+        """
         return run()
 
     def save(self, write: Callable[[], Any]) -> Any:
-        """Have `write`, which is collective over the job, write a checkpoint; return its result."""
+        """Write a checkpoint by `write`, which is collective over the job; return its result."""
         return write()
 
     def settle(self) -> None:
-        """Make parameters and optimizer what they are in stock at this point. Collective over the job."""
+        """Make parameters and optimizer state equal stock's at this point. Collective over the job."""
 
     def summary(self) -> Mapping[str, Any]:
-        """Return what ran, for reports and tests: plain numbers and text."""
+        """Return counters and settings of the run, for reports and tests: plain numbers and text."""
         return {}
 
     def close(self) -> None:

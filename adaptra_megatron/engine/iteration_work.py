@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepare the work of an iteration for the executor of one rank: program, addresses, limits of memory, and steps."""
+"""Prepare one rank's iteration for the executor: program, addresses, memory limits and steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Work(NamedTuple):
-    """Work that the executor is handed for an iteration."""
+    """An iteration's work for the executor."""
 
     program: Program
     addresses: Addresses
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 class IterationWork:
-    """Makes the work of each iteration; keeps the programs of the schedules that run."""
+    """Makes the work of each iteration, and caches compiled programs."""
 
     def __init__(
         self,
@@ -38,17 +38,18 @@ class IterationWork:
         dispatcher: Dispatcher,
         meter: MemoryMeter | None,
     ) -> None:
-        """`meter`: None where memory is not measured."""
+        """`meter`: None if memory is not measured."""
         self._layout, self._book, self._dispatcher, self._meter = layout, book, dispatcher, meter
         self._programs: dict[int, Program] = {}
 
     def forget(self) -> None:
-        """Drop the programs: another plan is in force."""
+        """Drop the cached programs, since the plan has changed."""
         self._programs.clear()
 
     def routed(self, call: PipelineCall, program: Program, order: CellOrder, iteration: int) -> Work:
-        """Return what to run in `iteration`, whose micro-batches are routed between replicas by `order`, which is
-        `program` on this rank."""
+        """Return the work of `iteration` if micro-batches are routed between replicas. `program`: this rank's part of
+        `order`.
+        """
         everywhere = Addresses(
             range(len(self._layout.workers)),
             iteration,
@@ -60,8 +61,9 @@ class IterationWork:
         return Work(program, everywhere, account, planned_steps(program))
 
     def planned(self, call: PipelineCall, schedule: Schedule, iteration: int, *, cold: bool) -> Work:
-        """Return what `schedule` has this rank run in `iteration`. `cold`: one of the first, which runs each backward
-        pass whole and in the planned order."""
+        """Return this rank's work of `iteration` by `schedule`. `cold`: see `FirstIterations`; backwards are whole
+        then.
+        """
         planned = not (call.forward_only or cold)
         program = self._compiled(call, schedule, planned=planned)
         addresses = Addresses(

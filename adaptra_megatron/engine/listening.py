@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open the address at which other ranks hand in their measurements."""
+"""Open the socket on which other ranks send their measurements."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ logger = logger_of(__name__)
 
 
 def listen_for(layout: JobLayout, ranks: Collection[int], config: AdaptraConfig, effect: str) -> socket.socket:
-    """A socket on which this rank is reached by `ranks`; where no address leads here from other hosts, by those of this
-    host alone. `effect`: what comes of that, in words."""
+    """Return a socket on which `ranks` can reach this rank.
+
+    If no address of this host can be reached from other hosts, only ranks of this host can connect, and a warning names
+    the consequence (`effect`).
+    """
     one_host = layout.share_network(ranks)
     try:
         return listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)[0]

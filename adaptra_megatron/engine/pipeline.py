@@ -58,7 +58,7 @@ LAST_MESSAGES_S = 5.0
 
 
 class Pipeline:
-    """One rank's. Its iterations run between `begin` and `end`, evaluations among them."""
+    """One rank's pipeline. Iterations run between `begin` and `end`, evaluations included."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class Pipeline:
         features: Sequence[EngineFeature],
         memory: MemorySource | None = None,
     ) -> None:
-        """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
-        None: the device.
+        """Set up the pipeline. Collective over the job's ranks, with the first call of each.
 
-        Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
+        `memory`: source of the allocated bytes; None: the device. Raises a plan's error before anything is set up,
+        TransportError and ExchangeError if ranks do not meet.
         """
         device = current_device()
         layout = Layout(
@@ -96,13 +96,13 @@ class Pipeline:
         self.transport = make_transport(meeting, call, config, clock, limit_s)
         self._owner = OwningProcess()
         self._sent_all = False
-        """True if the last iteration came to its end."""
+        """True if the last iteration completed."""
         self._failure: BaseException | None = None
-        """What an iteration ended with: there can be no other."""
+        """Error that ended an iteration: no further one can run."""
         self.telemetry = make_telemetry(self.job, call.chunks, config, goes_on=self.rejoins)
         self._config, self._policy = config, path_policy(config, self.transport)
         self.planner: PlannerClient | None = None
-        """None on all ranks but the one that leads its replica."""
+        """None except on the leader of each replica."""
         self.plan_for(self.job, leads=job.rank == job.leader and not self.rejoins)
         self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
         team = functools.partial(make_dispatcher, control, job, config, self.transport, limit_s)
@@ -112,7 +112,7 @@ class Pipeline:
         self.iterations, self.training_iterations = entry.counters
         """How many have run: evaluations among them, and without."""
         self.degraded = False
-        """True where cells are dead."""
+        """True if cells are dead."""
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
         self.hooks = [feature.hooks(self) for feature in features]
         carrier: Transport = self.transport
@@ -143,17 +143,17 @@ class Pipeline:
 
     @property
     def counters(self) -> Counters:
-        """Return what numbers of iterations go by."""
+        """Return the iteration counters: all iterations, and training iterations."""
         return Counters(self.iterations, self.training_iterations)
 
     @property
     def running(self) -> Decision:
-        """The plan that runs, as it is decided on."""
+        """The active plan, as a decision."""
         return self.book.in_force
 
     @property
     def cold(self) -> bool:
-        """Return whether the iteration under way is one of the first, which run stock's order."""
+        """Return whether the present iteration is cold (see `FirstIterations`) and runs stock's order."""
         return self._first.cold
 
     @property
@@ -162,7 +162,7 @@ class Pipeline:
         return self._failure is not None
 
     def begin(self, call: PipelineCall) -> None:
-        """An iteration begins. Raises TransportError after one that failed."""
+        """Begin an iteration. Raises TransportError after one that failed."""
         if self._failure is not None:
             raise TransportError(
                 f"stage {call.stage}: the links to other stages were ended when an earlier iteration failed: "
@@ -177,7 +177,9 @@ class Pipeline:
         self.telemetry.begin(self.iterations)
 
     def schedule(self, call: PipelineCall) -> Schedule:
-        """Return what the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error."""
+        """Return the schedule of the iteration. Raises ExchangeError if the decision does not arrive, or a plan's
+        error.
+        """
         if call.forward_only:
             return self.book.evaluation_schedule(call.micro_batches)
         if self.training_iterations >= self.exchange.decides_from:
@@ -187,16 +189,19 @@ class Pipeline:
         return self.book.whole_schedule(call.micro_batches) if self._first.cold else planned
 
     def plan_for(self, job: Job, dead: Collection[Cell] = (), *, leads: bool) -> None:
-        """Have plans of `job` made from now on: by a planner process of this rank if it `leads`, by no other rank's
-        before. `dead`: cells that take no work."""
+        """Plan for `job` from now on, by a planner process of this rank if it `leads`; end any earlier one.
+
+        `dead`: cells that get no work.
+        """
         number = 0 if self.planner is None else self.planner.number
         self.planner = None
         if leads:
             self.planner = make_planner(job, self.book, self._config, self._policy, self.telemetry, dead, number)
 
     def begin_anew(self, call: PipelineCall, *, degraded: bool) -> None:
-        """Go on from `call` with other links, whose paths and first iterations nothing is known of. `degraded`: cells
-        are dead."""
+        """Continue from `call` over new links, without measurements of their paths. `degraded`: whether cells
+        are dead.
+        """
         self.degraded = degraded
         self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
         self._first.begin(call)
@@ -204,8 +209,7 @@ class Pipeline:
     def run(
         self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
     ) -> IterationReport:
-        """All actions of this rank. `attempt`: number of the try at the iteration. Raises TransportError when a peer
-        fails."""
+        """Run all actions of this rank. `attempt`: number of the attempt. Raises TransportError if a peer fails."""
         make: Callable[[], Work] = functools.partial(
             self.works.planned, call, schedule, self.iterations, cold=self._first.cold
         )
@@ -219,8 +223,11 @@ class Pipeline:
         return self._executor.run(call, program, computation, addresses=addresses, account=account, steps=steps)
 
     def end(self, call: PipelineCall, report: IterationReport) -> None:
-        """All of the iteration has been launched. What it measured is handed in once it has happened: at once on the
-        CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
+        """End an iteration that has been launched.
+
+        Its measurements are passed on once it has run: at once on the CPU, on a GPU at the beginning of the next one,
+        when no stage waits for this rank's launches.
+        """
         self._first.end()
         for each in self.hooks:
             each.commit(call)
@@ -249,8 +256,10 @@ class Pipeline:
             self._measuring.settle(self.exchange, self._steering)
 
     def fail(self, cause: BaseException) -> None:
-        """Log the error that ended an iteration, abort what is under way, and send the peers the cause.
-        Returns once the processes that are to end before this one have ended, or have had the time for it."""
+        """Log the error that ended an iteration, abort pending operations, and send the cause to the peers.
+
+        Returns once the processes that must end before this one have ended, or their time limit has passed.
+        """
         if not self._owner.is_this:
             return  # in a child that was forked in this iteration, whose links are its parent's
         self._sent_all, self._failure, self._measuring.unsettled = False, cause, None
@@ -263,9 +272,9 @@ class Pipeline:
             each.failed()
 
     def close(self) -> bool:
-        """Release transport, threads and trace files, once the peers have what the last iteration sent.
+        """Release transport, threads and trace files, once the peers have received the last iteration's messages.
 
-        Returns False where the device still works on what cannot be ended: see `Transport.close`.
+        Returns False if work on the device cannot be ended: see `Transport.close`.
         """
         unsettled = self._measuring.unsettled
         if unsettled is not None and unsettled.report.over():
@@ -284,7 +293,7 @@ class Pipeline:
         return ended
 
     def interrupt(self, cause: str) -> None:
-        """Wake all waits of this rank, from another thread: the set of live ranks has changed."""
+        """Wake all waits of this rank, since live ranks have changed. For any thread."""
         if isinstance(self.transport, TwoPathTransport):
             self.transport.abort(cause)
         self.dispatcher.abort()
@@ -297,13 +306,13 @@ class Pipeline:
         return LinkSteering(self.transport, self.job.layout.pipeline, policy.preferred)
 
     def go_on_from(self, decision: Decision) -> None:
-        """All of this rank's plans but `decision` are of ranks that may be dead."""
+        """Drop all plans except `decision`: they are for ranks that may have failed."""
         self.book.forget()
         self.works.forget()
         self.follow(decision)
 
     def follow(self, decision: Decision) -> None:
-        """Do as was decided."""
+        """Apply a decision."""
         asked, order = decision.told or TelemetrySection(), decision.order
         forecast, paths = decision.forecast, decision.paths
         self.telemetry.begin(self.iterations, asked.requests, asked.job)
@@ -328,6 +337,6 @@ class Pipeline:
             self._steering.measure(paths)
 
     def _prepare_next(self, report: IterationReport) -> StageMemory | None:
-        """Return what memory showed, before anything else uses it; and links take the next iteration's paths."""
+        """Return the memory measurements of the iteration, and set the links' paths for the next one."""
         self._steering.steer_early(functools.partial(self.exchange.early_decision, self.training_iterations + 1))
         return None if self._meter is None else self._meter.finish(report.received_nbytes)

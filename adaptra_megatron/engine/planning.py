@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner process of a replica's leading rank, as the job is set."""
+"""Create the planner process of a replica's leader."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def make_planner(
     dead: Collection[Cell] = (),
     number: int = 0,
 ) -> PlannerClient:
-    """It starts with the first decision, and goes on from the plan in `book`. `paths`: None where links have one path
-    only. `dead`: cells that take no work. `number`: of the latest plan that was decided on here.
+    """Return the client of a new planner process, which starts with the first decision from the plan in `book`.
+
+    `paths`: None if links have one path only. `dead`: cells that get no work. `number`: of this rank's latest plan.
     """
     layout, control = job.layout, job.control
     replica = layout.cell.replica
@@ -78,7 +79,7 @@ def make_planner(
 
 
 def accepted(policy: str, config: AdaptraConfig) -> str:
-    """The policy that a user asks the running job for, or "" where it cannot be had, which the log says."""
+    """Return the policy that a user requests for the running job; "", with a log line, if it cannot be applied."""
     why = ""
     if policy == "adapt" and config.policy != "adapt":
         why = f"the job was started with --adaptra-policy {config.policy}, so that nothing is ready for other orders"

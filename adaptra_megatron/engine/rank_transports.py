@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the transport of a pipeline: by its device, by what the user has asked for, and by what works."""
+"""Choose the transport of a pipeline: by its device, by the user's settings, and by availability."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def make_transport(
     clock: DeviceClock | None,
     timeout_s: float,
 ) -> Transport:
-    """Called by all ranks of the pipeline at the same point, with its first call. `clock`: times messages between GPUs;
-    None elsewhere.
+    """Return the pipeline's transport. All of its ranks call this at the same point, with its first call.
 
-    Raises TransportError, on all of them alike, when what was asked for does not come up, or nothing does.
+    `clock`: times messages between GPUs; None elsewhere. Raises TransportError on all of them alike if the requested
+    transport does not come up, or none does.
     """
     device = device_of(current_device())
     blocked = None if device is None else why_blocked(os.environ)
@@ -85,7 +85,9 @@ def make_transport(
 
 
 def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | None:
-    """Return how links choose between their paths; None where messages have torch.distributed's alone."""
+    """Return the policy by which links choose between their paths; None if messages use torch.distributed's
+    path alone.
+    """
     if not isinstance(transport, TwoPathTransport):
         return None
     device = current_device()
@@ -95,15 +97,18 @@ def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | Non
 
 
 def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:
-    """Return whether plans are to reckon with one hardware queue that starts nothing before what is in front ended."""
+    """Return whether plans must assume one hardware queue that starts no kernel before the one in front of it has
+    ended.
+    """
     return has_one_queue(device) and config.queue_model == "serial"
 
 
 def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device], *, host_path: bool = True) -> bool:
-    """Return whether no plan would be faster than Megatron's own schedule with its own exchanges, as in a serial queue
-    without the host path. `device`: asked only where that depends on it. `host_path`: whether it came up, if asked for.
+    """Return whether Megatron's own schedule and exchanges run, since no plan would be faster.
 
-    A plan or costs that were given, and what needs the executor, run all the same.
+    So it is with a serial queue and no host path. `device`: called only if the answer depends on it. `host_path`:
+    whether the host path came up, if it was asked for. A given plan or given costs, and features that need the
+    executor, run all the same.
     """
     needs_executor = config.is_fault_tolerant or config.staggered_optimizer or config.reroute != "off"
     measures = config.plan_csv is None and config.costs_json is None
@@ -114,14 +119,14 @@ def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device], *, ho
 
 
 def preferred_path(config: AdaptraConfig, device: torch.device) -> Path:
-    """Return the path that messages take while it is healthy."""
+    """Return the path of messages while it is healthy."""
     if config.path != "auto":
         return Path(config.path)
     return Path.HOST if has_serial_queue(config, device) else Path.DEVICE
 
 
 def why_blocked(environment: Mapping[str, str]) -> str | None:
-    """Return why nothing can go by NCCL under these environment variables; None where it can."""
+    """Return why NCCL cannot transfer anything under these environment variables; None if it can."""
     for name, reason in BLOCKING_VARIABLES.items():
         if environment.get(name, "0") not in ("", "0"):
             return f"{name}={environment[name]} keeps messages from the GPUs' own path: {reason}"
@@ -136,7 +141,10 @@ def _two_paths(
     device: Device | None,
     timeout_s: float,
 ) -> Transport:
-    """Links with a host path, and a device path too where `maker` is given. Raises TransportError on all ranks."""
+    """Return a transport whose links have a host path and, if `maker` is given, a device path.
+
+    Raises TransportError on all ranks.
+    """
     failure: Exception | None = None
     try:
         # Only here, for it needs the package's native part for rings.
@@ -182,6 +190,6 @@ def _nccl_side(
 
 
 def _say_once(rendezvous: Rendezvous, text: str) -> None:
-    """In the log of the first rank of a pipeline, and of one pipeline only."""
+    """Log `text` on the first rank of one pipeline of the job."""
     if rendezvous.stage == 0 and rendezvous.first_of_the_job_to(text.partition(":")[0]):
         logger.warning("%s", text)

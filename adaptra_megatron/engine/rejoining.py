@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that is started again gets from the others what it needs to train on with them.
+"""Transfer the job's state from live ranks to a rejoining one, so that it can train with them.
 
-Parameters, optimizer state and counters come from the lowest live rank that has the same. Its shard of the distributed
-optimizer, which no other rank has, comes from the holder of the copy (`shard_copies`), and the copy that it is to hold
-from the owner of that shard.
+Parameters, optimizer state and counters come from the lowest live rank of the same stage and lane. With the distributed
+optimizer, the rank's own shard comes from the holder of its copy (`shard_copies`), and the copy that it must hold from
+the owner of that shard.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _SETTINGS = (
     *("calculate_per_token_loss", "untie_embeddings_and_output_weights", "sequence_parallel", "data_path", "split"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
 )
-"""Arguments of Megatron's that decide over numbers and stay what they are while it trains."""
+"""Names of Megatron's arguments that affect the numbers and stay constant during training."""
 
 
 class HandOverLateError(RejoiningLateError):
-    """A rank that is started again is stopped, too slow or gone; without it training goes on."""
+    """A rejoining rank is stopped, too slow or gone; training continues without it."""
 
     def __init__(self, rank: int, late_s: float, patience_s: float) -> None:
         super().__init__((rank,), late_s)
@@ -77,47 +77,49 @@ class Training(NamedTuple):
     """Model, optimizer and iterators of a training script, for `hand_over` and `take_place`."""
 
     model: Sequence[Any]
-    """Chunks."""
+    """Model chunks."""
     optimizer: Any
-    """Megatron's."""
+    """Megatron's optimizer."""
     scheduler: Any
-    """Megatron's OptimizerParamScheduler; None: there is none."""
+    """Megatron's OptimizerParamScheduler; None if there is none."""
     progress: Callable[[], Mapping[str, Any]]
-    """How far it has come when an iteration begins: names and plain values."""
+    """Returns the progress of training when an iteration begins: names and plain values."""
     settings: Mapping[str, str] = MappingProxyType({})
-    """Flags that all ranks have alike, and their values: processes that take the places of others have the same."""
+    """Flags that must be the same on all ranks, with their values: a rejoining process must have the same."""
 
     @property
     def optimizers(self) -> list[Any]:
-        """Return those that have parameters."""
+        """Return the optimizers that have parameters."""
         found = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [each for each in found if getattr(each, "optimizer", None) is not None]
 
 
 def settings_of(arguments: Any) -> dict[str, str]:
-    """Flags that decide over numbers, and their values, of Megatron's parsed arguments."""
+    """Return the flags that affect numbers, with their values, from Megatron's parsed arguments."""
     found = vars(arguments)
     return {f"--{name.replace('_', '-')}": str(found[name]) for name in _SETTINGS if name in found}
 
 
 def joined_job(joined: JoinResult, timeout_s: float) -> Job:
-    """The job of a process that takes the place of a rank that had left. Its clock is related to none of another host,
-    so that its trace may be off by what the clocks differ in."""
+    """Return the job as a rejoining process sees it.
+
+    Its clock is not related to those of other hosts, so times in its trace are off by the clocks' differences.
+    """
     return Job(joined.layout, joined.control, RelatedClock(0.0), timeout_s)
 
 
 class Joining(NamedTuple):
-    """State of the job, before its first iteration, in a process that takes the place of a failed rank."""
+    """State of the job in a rejoining process, before its first iteration."""
 
     newcomer: RejoiningRank
     joined: JoinResult
     counters: Counters
     running: Decision
-    """The plan that the others run."""
+    """Active plan of the other ranks."""
 
     @property
     def job(self) -> Job:
-        """As its pipeline sees it."""
+        """Job as the process's pipeline sees it."""
         return joined_job(self.joined, self.newcomer.timeout_s)
 
     def check(self) -> None:
@@ -130,7 +132,7 @@ class Joining(NamedTuple):
 
 
 class RejoiningEntry(JobEntry):
-    """Entry of a pipeline in a process that takes the place of a failed rank."""
+    """Entry of a pipeline in a rejoining process."""
 
     rejoins = True
 
@@ -147,26 +149,25 @@ class RejoiningEntry(JobEntry):
         return joined.control.in_generation(joined.generation.id)
 
     def wait(self, wait: Callable[[], Result], what: str) -> Result:
-        """See JobEntry. Other ranks of the cell may fail before they come: raises as `Joining.check` then."""
+        """See JobEntry. Raises as `Joining.check` if other ranks of the cell fail before they come."""
         return interruptible(wait, self._joining.check, self._joining.newcomer.timeout_s, what)
 
 
 class Handing(NamedTuple):
-    """State that one rank hands to another."""
+    """Transfer of state from one rank to another."""
 
     source: int
     target: int
     whole: bool
-    """Parameters, optimizers that are not sharded, counters."""
+    """True if it includes parameters, unsharded optimizers and counters."""
     shards: tuple[tuple[int, bool], ...]
-    """Places of distributed optimizers, and whether it is the target's own shard (True) or the copy that it is to hold.
-    """
+    """(index of the distributed optimizer, whether the shard is the target's own or the copy that it must hold)."""
     before: int
-    """Number of those to the same target that are done before this one."""
+    """Number of earlier transfers to the same target."""
 
 
 def handings(training: Training, layout: JobLayout, generation: Generation, before: frozenset[int]) -> list[Handing]:
-    """Return those that this rank has a part in, in the order in which all are done: no circle of waits."""
+    """Return the transfers that this rank takes part in, in the job-wide order, which rules out circular waits."""
     found: list[Handing] = []
     for target in sorted(generation.live - before):
         worker = layout.workers[target]
@@ -202,19 +203,19 @@ def _shards(training: Training, source: int, target: int, before: frozenset[int]
 
 
 class Trains(Protocol):
-    """A rank's pipeline."""
+    """Interface of a rank's pipeline for `hand_over`."""
 
     @property
     def job(self) -> Job:
-        """The job that it is of."""
+        """The pipeline's job."""
 
     @property
     def counters(self) -> Counters:
-        """Return what numbers of iterations go by."""
+        """Return the iteration counters: all iterations, and training iterations."""
 
     @property
     def running(self) -> Decision:
-        """The plan that runs."""
+        """The active plan, as a decision."""
 
 
 def hand_over(
@@ -226,11 +227,12 @@ def hand_over(
     patience_s: float = PATIENCE_S,
     check: Callable[[], None] = lambda: None,
 ) -> float:
-    """Give the newcomers of `generation` what they are to have of this rank. Returns by how much they were late.
+    """Send this rank's share of the state to the rejoining ranks of `generation`; return how late they were, in
+    seconds.
 
-    `patience_s`: for how long in all a newcomer may keep this rank waiting beyond what it takes as a rule (see
-    `_Lateness`). `check`: raises where this is to end. Raises HandOverLateError beyond that, RuntimeError where a
-    newcomer has died, or ended as it did not have in place what was sent.
+    `patience_s`: limit of their total lateness (see `_Lateness`). `check`: raises when the transfer has to stop. Raises
+    HandOverLateError beyond the limit, RuntimeError if a rejoining rank failed, or ended because what it received was
+    wrong.
     """
     layout, timeout_s = pipeline.job.layout, pipeline.job.timeout_s
     control = pipeline.job.control.in_generation(generation.id)
@@ -256,11 +258,10 @@ def take_over(
     before: frozenset[int],
     timeout_s: float,
 ) -> tuple[Mapping[str, Any], Counters, Decision]:
-    """Fill this process with what the others hand over. `control`: part of the store of `generation`.
+    """Receive the job's state from the other ranks. `control`: the store of `generation`.
 
-    Returns the training's progress, the pipeline's counters, and the plan that runs.
-
-    Raises StateError where that does not fit, RuntimeError where a rank does not hand over within the timeout.
+    Returns the training's progress, the pipeline's counters, and the active plan. Raises StateError if the state does
+    not fit this process, RuntimeError if a rank does not send it within the timeout.
     """
     progress: Mapping[str, Any] = {}
     counters, running = Counters(0, 0), Decision(0)
@@ -323,7 +324,7 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
 
 
 def _schedule(training: Training) -> dict[str, Any]:
-    """State of the learning rate and of scales of losses."""
+    """Return the state of the learning-rate schedule and of loss scales."""
     scheduler = None if training.scheduler is None else training.scheduler.num_steps
     return {"scheduler": scheduler, "scalers": [scaler.state_dict() for scaler in _scalers(training)]}
 
@@ -334,7 +335,7 @@ def _scalers(training: Training) -> list[Any]:
 
 
 def _tensors_of(training: Training) -> Iterator[torch.Tensor]:
-    """All that a rank could hand over."""
+    """Iterate over all tensors that a rank may have to send."""
     yield from model_tensors(training.model)
     for optimizer in training.optimizers:
         for parameter, state in optimizer.optimizer.state.items():
@@ -342,25 +343,27 @@ def _tensors_of(training: Training) -> Iterator[torch.Tensor]:
 
 
 class _Lateness:
-    """For how long newcomers have kept this rank waiting beyond what was to be expected, added up over all messages.
+    """Adds up how long rejoining ranks have kept this rank waiting beyond the expected time, over all messages.
 
-    A message is expected within the time that _LEAST_RATE takes, within three times the fastest large one's time for as
-    many bytes, or within _PROMPT_S: whichever is longest.
+    The expected time of a message is the longest of three: its bytes at _LEAST_RATE, three times the fastest large
+    message's time for as many bytes, and _PROMPT_S.
     """
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.late_s = self._fastest = 0.0
-        """So far; and in seconds per byte."""
+        """Seconds of lateness so far; and seconds per byte of the fastest large message."""
 
     def check(self, rank: int, waited_s: float, expected_s: float, nbytes: int) -> None:
-        """Raise HandOverLateError if a message of `nbytes` to or from `rank` that has been waited for since `waited_s`
-        makes it too late. `expected_s`: how long it may take in any case."""
+        """Raise HandOverLateError if a pending message of `nbytes` to or from `rank` exceeds the limit.
+
+        `waited_s`: how long it has been waited for. `expected_s`: minimum that it may take in any case.
+        """
         if (late_s := self._with(waited_s, expected_s, nbytes)) > self.patience_s:
             raise HandOverLateError(rank, late_s, self.patience_s)
 
     def came(self, waited_s: float, expected_s: float, nbytes: int) -> None:
-        """It has come."""
+        """Record the arrival of a message."""
         self.late_s = self._with(waited_s, expected_s, nbytes)
         if nbytes >= _LARGE_NBYTES:
             self._fastest = min(self._fastest or waited_s / nbytes, waited_s / nbytes)
@@ -371,10 +374,10 @@ class _Lateness:
 
 
 class _Channel:
-    """One end of a group of two ranks, by which one hands over to the other.
+    """One end of a two-rank group, over which one rank sends its state to the other.
 
-    Messages are broadcasts: of these a wait can end early without closing the connection, as it would of torch's sends
-    and receives.
+    Messages are broadcasts: unlike torch's sends and receives, a wait for one can end early without closing the
+    connection.
     """
 
     def __init__(
@@ -386,8 +389,10 @@ class _Channel:
         check: Callable[[], None] = lambda: None,
         lateness: _Lateness | None = None,
     ) -> None:
-        """`lateness`: of the other rank; None: it is waited for up to `timeout_s`. Raises HandOverLateError or
-        RuntimeError where it does not come."""
+        """Connect to the other rank. `lateness`: of the rejoining rank; None: wait up to `timeout_s`.
+
+        Raises HandOverLateError or RuntimeError if the other rank does not come.
+        """
         self.handing = handing
         ends = handing.source, handing.target
         name = f"hand-over/{ends[0]}-{ends[1]}"
@@ -407,20 +412,22 @@ class _Channel:
             lateness.came(time.monotonic() - begun_s, _MEETING_S, 0)
 
     def carry(self, tensor: torch.Tensor) -> None:
-        """Carry the next message from source to target."""
+        """Transfer the next message from source to target."""
         self._broadcast(tensor, 0)
 
     def await_target(self, expected_s: float = 0.0) -> None:
-        """At the source: wait until the target signals that it begins, or that all is in place. `expected_s`: how long
-        that may take."""
+        """At the source, wait until the target signals that it begins, or that it has everything.
+
+        `expected_s`: how long that may take.
+        """
         self._broadcast(torch.zeros(1, dtype=torch.uint8), 1, expected_s)
 
     def signal(self) -> None:
-        """At the target: signal that it begins, or that all that was sent is in place."""
+        """At the target, signal that it begins, or that it has everything."""
         self._broadcast(torch.zeros(1, dtype=torch.uint8), 1)
 
     def leave(self) -> None:
-        """Give the group up. Not in this thread, which would wait for what is under way."""
+        """Release the group, in another thread, since its destructor waits for pending operations."""
         threading.Thread(target=self._held.clear, name="adaptra-hand-over", daemon=True).start()
 
     def _broadcast(self, tensor: torch.Tensor, root: int, expected_s: float = 0.0) -> None:
@@ -446,8 +453,9 @@ class _Channel:
             self._lateness.came(time.monotonic() - begun_s, expected_s, tensor.nbytes)
 
     def _over(self) -> bool:
-        """Wait a moment; whether the message that is under way has come. Raises RuntimeError where the other rank has
-        died."""
+        """Wait a moment; return whether the pending message has arrived. Raises RuntimeError if the other rank has
+        failed.
+        """
         try:
             with of_backend():
                 self._held[-1].wait(_SLICE)
@@ -460,10 +468,9 @@ class _Channel:
 
 
 def take_place(newcomer: RejoiningRank, training: Training) -> tuple[Joining, Mapping[str, Any]]:
-    """Wait until the others call this process in, and get from them what it needs; also the training's progress, from
-    which it goes on.
+    """Wait for admission to the job and receive its state; return the state and the training's progress.
 
-    Raises as `RejoiningRank.stand_ready` and `take_over`, and EpochEndedError where another rank dies meanwhile.
+    Raises as `RejoiningRank.stand_ready` and `take_over`, and EpochEndedError if another rank fails meanwhile.
     """
     layout = newcomer.layout
     for optimizer in training.optimizers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace Megatron's two pipeline schedules, with what they do before and after their actions."""
+"""Replace Megatron's two pipeline schedules, with all that they do before and after their actions."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ Found = TypeVar("Found", bound=EngineFeature)
 
 
 class _HostPath(NamedTuple):
-    """Of one rank of the job."""
+    """Whether one rank's host path came up."""
 
     came_up: bool
 
 
 class AdaptraRuntime:
-    """Runs every forward_backward call of one process. Built by `patches.enable`, closed by undoing the patches."""
+    """Runs every forward_backward call of one process. Created by `patches.enable`, closed by undoing the patches."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class AdaptraRuntime:
         groups: FaultTolerantGroups | None = None,
         hooks: Sequence[MakeHooks] = (),
     ) -> None:
-        """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation). `hooks`: of the
-        user, called outside of all others.
+        """`decorate(computation, stage)` may wrap a stage's computation (emulation, instrumentation). `hooks`: the
+        user's, called outside of all others.
 
-        `memory`: who tells what is allocated, where that is not the device Megatron computes on. `groups`: Megatron's,
-        where training survives rank failures.
+        `memory`: source of the allocated bytes, if not the device on which Megatron computes. `groups`: Megatron's
+        groups, if training survives rank failures.
         """
         self.peak_in_flight = 0.0
         """Most activations held at once in any training iteration so far."""
@@ -98,12 +98,12 @@ class AdaptraRuntime:
     def forward_backward(
         self, arguments: Mapping[str, Any], *, interleaved: bool, stock: Callable[..., Any] | None = None
     ) -> Any:
-        """One call of Megatron's forward_backward function, training or evaluation. `stock`: that function, which runs
-        where orders are only observed, and a feature needs its own, and where no plan would be faster.
+        """Run one call of Megatron's forward_backward function, training or evaluation; return what stock returns.
 
-        Returns what stock returns: the loss functions' results in micro-batch order on the last stage, else an empty
-        list. Raises UnsupportedFeatureError or a plan's error before anything is computed, TransportError or
-        ExchangeError when a peer fails.
+        That is the loss functions' results in micro-batch order on the last stage, else an empty list. `stock`:
+        Megatron's function. It runs instead if orders are only observed and a feature needs its own order, or if no
+        plan would be faster. Raises UnsupportedFeatureError or a plan's error before anything is computed,
+        TransportError or ExchangeError if a peer fails.
         """
         self._say_it_is_on()
         if stock is not None and (why := self._why_stock(arguments, interleaved=interleaved)):
@@ -111,7 +111,7 @@ class AdaptraRuntime:
         return self._carry_out(functools.partial(self._run_pipeline, arguments, interleaved=interleaved), arguments)
 
     def feature(self, kind: type[Found]) -> Found:
-        """Return the feature of a class, which the configuration has asked for."""
+        """Return the feature of class `kind`, which the configuration must have asked for."""
         return next(each for each in self._features if isinstance(each, kind))
 
     def _carry_out(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
@@ -120,7 +120,7 @@ class AdaptraRuntime:
         return run()
 
     def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
-        """Return why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
+        """Return why Megatron's own schedule must run; empty if it need not. Equal on all ranks."""
         if self._config.policy == "observe":
             model = arguments["model"]
             if kept := kept_in_order(config_of(model[0] if isinstance(model, list) else model)):
@@ -149,9 +149,9 @@ class AdaptraRuntime:
             raise
 
     def run_stock(self, stock: Callable[..., Any], arguments: Mapping[str, Any], why: str = ONE_STAGE) -> Any:
-        """One call of Megatron's own schedule, which runs as it is; returns its result. `why`: for the log.
+        """Run one call of Megatron's own schedule unchanged; return its result. `why`: for the log.
 
-        Raises ExchangeError when ranks of the job do not meet at the first.
+        Raises ExchangeError if ranks of the job do not meet at the first call.
         """
         self._say_it_is_on()
         if self._single is None:
@@ -159,9 +159,9 @@ class AdaptraRuntime:
         return self._carry_out(functools.partial(self._single.run, stock, arguments), arguments)
 
     def save(self, write: Callable[[], Any]) -> Any:
-        """Have `write`, which is collective over the job, write a checkpoint; its result.
+        """Write a checkpoint by `write`, which is collective over the job; return its result.
 
-        Where training survives rank failures, see `FaultTolerance.save`. Raises what `write` raises.
+        If training survives rank failures, see `FaultTolerance.save`. Raises the errors of `write`.
         """
         self.settle()
         for each in self._features:
@@ -169,8 +169,11 @@ class AdaptraRuntime:
         return write()
 
     def settle(self) -> None:
-        """Make parameters and optimizer what they are in stock at this point: for scripts that read them between two
-        iterations by other means than Megatron's save_checkpoint and evaluations. Collective over the job."""
+        """Apply deferred optimizer updates, so that parameters and optimizer state equal stock's here. Collective over
+        the job.
+
+        For scripts that read them between iterations other than by Megatron's save_checkpoint and evaluations.
+        """
         for each in self._features:
             each.settle()
 
@@ -216,8 +219,10 @@ class AdaptraRuntime:
         return Attempted(report, schedule, losses)
 
     def last_plan(self) -> tuple[int, str] | None:
-        """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran; None where
-        that was no pipeline's."""
+        """Return number and fingerprint of the last training iteration's plan; None if no pipeline ran it.
+
+        The fingerprint is that of the schedule, without the number.
+        """
         if self.last_schedule is None:
             return None
         csv = schedule_to_csv(self.last_schedule)
@@ -225,8 +230,7 @@ class AdaptraRuntime:
         return number, hashlib.sha256(csv.encode()).hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
-        """Return what ran, for reports and tests: plain numbers and text; on the leading rank also the costs it
-        measured."""
+        """Return counters and settings of the run, for reports and tests; on the leader also its measured costs."""
         return {
             "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values())
             + (0 if self._single is None else self._single.training_iterations),
@@ -243,7 +247,7 @@ class AdaptraRuntime:
         }
 
     def _links(self) -> dict[str, Any]:
-        """Return what links with a host path have seen, by "<rank>-<peer>"."""
+        """Return the counters of links with a host path, by "<rank>-<peer>"."""
         transports = [pipeline.transport for pipeline in self._pipelines.values()]
         return {
             f"{transport.rank}-{peer}": asdict(counters)
@@ -259,10 +263,10 @@ class AdaptraRuntime:
         return None
 
     def close(self) -> bool:
-        """Release transports, threads and trace files; happens by itself when the process ends.
+        """Release transports, threads and trace files. Called at the process's end by itself.
 
-        Returns False where a GPU still works on what cannot be ended. In a forked child nothing is released: all is its
-        parent's, which shares the connections.
+        Returns False if work on a GPU cannot be ended. Does nothing in a forked child, whose connections are its
+        parent's.
         """
         atexit.unregister(self._close_at_exit)
         if not self._owner.is_this:
@@ -276,7 +280,7 @@ class AdaptraRuntime:
         return all(ended)
 
     def _say_it_is_on(self) -> None:
-        """Say it with the first schedule of this process: one that only parses flags has none."""
+        """Log that the package is on, with the first schedule: a process that only parses flags runs none."""
         if not self._is_on and not (dist.is_initialized() and dist.get_rank()):
             text = "%s is on, policy %s; to train without it, set %s=1"
             logger.info(text, adaptra_megatron.__version__, self._config.policy, OFF_VARIABLE)
@@ -296,7 +300,7 @@ class AdaptraRuntime:
             end_process()
 
     def _try_host_path(self, call: PipelineCall) -> None:
-        """Make the pipeline of `call`; if any rank of the job got no host path, none of them keeps theirs."""
+        """Create the pipeline of `call`; drop it again on all ranks of the job if any rank has no host path."""
         pipeline = self._new_pipeline(call)
         if all(each.came_up for each in gather(_HostPath(isinstance(pipeline.transport, TwoPathTransport)))):
             self._keep(pipeline, call)
@@ -325,7 +329,7 @@ def _identity(call: PipelineCall) -> tuple[int, ...]:
 
 
 def _warn_of_other_draws(call: PipelineCall) -> None:
-    """Once per job."""
+    """Warn, once per job, of random numbers or scales that differ from stock's."""
     flags = flags_drawn_in_other_order(call.config, call.chunks)
     if flags and dist.get_rank() == 0:
         logger.warning(

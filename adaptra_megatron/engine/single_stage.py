@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs in which stock's schedule runs: pipelines have one stage, or a feature that is observed needs its order."""
+"""Run stock's schedule: for pipelines of one stage, and if a feature that is only observed needs its order."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ ONE_STAGE = "pipelines have 1 stage (PP 1): there is nothing to adapt, stock's s
 
 
 class SingleStage:
-    """One rank's. Its iterations are stock's; telemetry tells of them."""
+    """Runs stock's iterations on one rank, and reports them to telemetry."""
 
     def __init__(
         self, arguments: Mapping[str, Any], config: AdaptraConfig, why: str, features: Sequence[EngineFeature]
     ) -> None:
-        """Collective over the job's ranks, with the first call of each, which `arguments` are of. `why`: stock's
-        schedule runs, for the log.
+        """Set up telemetry. Collective over the job's ranks, with the first call of each (`arguments`).
 
-        Raises ExchangeError when ranks do not meet.
+        `why`: reason for stock's schedule, for the log. Raises ExchangeError if ranks do not meet.
         """
         model, groups = arguments["model"], arguments.get(groups_keyword()) or default_groups()
         megatron = config_of(model[0] if isinstance(model, list) else model)
@@ -44,7 +43,7 @@ class SingleStage:
             logger.warning("%s", why)
 
     def run(self, stock: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """One call of `stock`, Megatron's own schedule; returns its result."""
+        """Run one call of `stock`, Megatron's own schedule; return its result."""
         begun_s = time.monotonic()
         self._telemetry.begin(self._iterations)
         self._telemetry.switch(0)

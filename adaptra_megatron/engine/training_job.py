@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a rank's view of its job once all have met: made once, at the first iteration, and handed to whatever needs
-it."""
+"""Hold a rank's view of its job: created once, at the first iteration, when all ranks have met."""
 
 from __future__ import annotations
 
@@ -24,29 +23,30 @@ Result = TypeVar("Result")
 
 
 class Job(NamedTuple):
-    """The same on all ranks, but for what they see of it."""
+    """One rank's view of the job."""
 
     layout: JobLayout
     control: ControlStore
     clock: RelatedClock
     """To be closed when the job ends."""
     timeout_s: float
-    """Longest wait for another rank: what was asked for, or what torch.distributed was initialised with, by Megatron's
-    --distributed-timeout-minutes."""
+    """Longest wait for another rank: as set by the user, or else the timeout of torch.distributed, Megatron's
+    --distributed-timeout-minutes.
+    """
 
 
 class Counters(NamedTuple):
-    """Numbers of iterations that have run: all, and those of training."""
+    """Numbers of iterations that have run: all, and training iterations."""
 
     iterations: int
     training_iterations: int
 
 
 class JobEntry:
-    """How a pipeline comes into its job: with all other ranks, at its first call."""
+    """Way of a pipeline into its job: with all other ranks, at its first call."""
 
     rejoins = False
-    """True where the others have begun before."""
+    """True if the other ranks have begun before."""
     counters = Counters(0, 0)
 
     def job(self, call: PipelineCall, config: AdaptraConfig) -> Job:
@@ -54,18 +54,20 @@ class JobEntry:
         return join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
 
     def control(self, job: Job) -> ControlStore:
-        """Return the part of the job's store that links and exchange are set up by."""
+        """Return the part of the job's store in which links and exchange meet."""
         return job.control
 
     def wait(self, wait: Callable[[], Result], what: str) -> Result:
-        """Return the result of `wait`, which waits for other ranks of the cell. `what` it waits for is for errors."""
+        """Return the result of `wait`, which waits for other ranks of the cell. `what`: name of the result in
+        errors.
+        """
         return wait()
 
 
 def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]], config: AdaptraConfig) -> Job:
-    """Collective over all ranks of the job. `shared_groups`: see `PipelineCall`.
+    """Gather the layout and secret of the job. Collective over all its ranks. `shared_groups`: see `PipelineCall`.
 
-    Raises ExchangeError when a rank does not come, SecretError where the job's secret cannot be read.
+    Raises ExchangeError if a rank does not come, SecretError if the job's secret cannot be read.
     """
     rank = dist.get_rank()
     try:
@@ -85,7 +87,7 @@ def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]]
 
 
 def _rnics(config: AdaptraConfig) -> tuple[str, ...]:
-    """The RDMA devices of this rank, for messages: elsewhere they are refused where they cannot be used."""
+    """Return the RDMA devices of this rank, for messages. Unusable ones are refused elsewhere."""
     with contextlib.suppress(RnicError):
         return rank_rnics(config.rnics, pci_bus_id(current_device()))
     return config.rnics

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that change when and by which replicas parameters are updated; each imports its part only once made."""
+"""Features that change when parameters are updated, and by which replicas. Each imports its part only once created."""
 
 from __future__ import annotations
 
@@ -41,19 +41,22 @@ class StaggeredSteps(EngineFeature):
 
 
 class StaggeredIterations(IterationHooks):
-    """Iterations after steps that may have to be taken back."""
+    """Iterations after optimizer steps that may have to be undone."""
 
     def __init__(self, pipeline: Pipeline, optimizer: StaggeredOptimizer) -> None:
         super().__init__(pipeline)
         self._optimizer = optimizer
 
     def made(self, call: PipelineCall) -> None:
-        """See IterationHooks. Raises UnsupportedFeatureError for settings that such steps cannot have."""
+        """See IterationHooks. Raises UnsupportedFeatureError for settings under which steps cannot be staggered."""
         refuse_for_staggering(call.config)
 
     def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
-        """See IterationHooks. After a step that may have to be taken back, all ranks come to the end of a first
-        attempt, for what they have sent each other; if it was taken back, that attempt counts for nothing."""
+        """See IterationHooks.
+
+        After a step that may have to be undone, all ranks run a first attempt to its end, as its messages are in
+        flight. If the step was undone, that attempt is discarded and repeated.
+        """
         if not self._optimizer.unvalidated:
             return attempt(call, number)
         repeatable = RepeatableIteration(call)
@@ -71,7 +74,7 @@ class StaggeredIterations(IterationHooks):
 
 
 class ReplicaReductions(EngineFeature):
-    """Reductions of gradients around a straggler."""
+    """Gradient reductions that work around a straggler."""
 
     def __init__(self, config: AdaptraConfig) -> None:
         from adaptra_megatron.megatron.gradients.gradient_reduction import GradientReduction
@@ -89,7 +92,7 @@ class ReplicaReductions(EngineFeature):
 
 
 class PartialUpdates(EngineFeature):
-    """Updates by some of the replicas."""
+    """Parameter updates by some of the replicas."""
 
     def __init__(self, config: AdaptraConfig) -> None:
         from adaptra_megatron.megatron.replica_updates import ReplicaUpdates

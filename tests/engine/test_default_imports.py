@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 PROGRAM = str(Path(__file__).with_name("imported_ranks.py"))
-MOST_LINES = 24_900
-"""Of the package, on any rank on the CPU; one on a GPU needs NCCL's links and copies, too. May fall; what makes it grow
-is imported where it is used instead."""
+MOST_LINES = 16_400
+"""Of code, on any rank on the CPU; one on a GPU needs NCCL's links and copies, too. May fall; what makes it
+grow is imported where it is used instead."""
 BY_FLAG = ("engine.fault_tolerance", "engine.rejoining", "engine.rerouting.rerouting", "engine.update_features")
 BY_FLAG += ("engine.measurement.megatron_spans", "elastic.recovery", "gradsync.replica_sums")
 BY_FLAG += ("gradsync.all_reduce.algorithms", "telemetry.events.event_log", "telemetry.figures.exported")
@@ -46,4 +46,4 @@ def test_no_feature_is_imported_unasked_and_a_users_hook_runs(start_ranks: Calla
         by_flag = {f"adaptra_megatron.{each}" for each in BY_FLAG}
         assert all(map(find_spec, by_flag)), "each of them is a module"
         assert not by_flag & lines.keys()
-        assert sum(lines.values()) <= MOST_LINES, sorted(lines.items(), key=lambda each: -each[1])
+        assert (total := sum(lines.values())) <= MOST_LINES, (total, sorted(lines.items(), key=lambda each: -each[1]))

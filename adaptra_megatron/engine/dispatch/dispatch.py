@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose who decides on a stage's next action, and when: the plan beforehand, or the stage while it runs.
+"""Choose how a stage picks its next action: from the plan, or online, from the messages that have arrived.
 
-A stage dispatches online (see online_order.py) where it sees what has arrived. With `auto` it does so only while some
-neighbour's messages come by the host path, and at other moments in each iteration (see arrival_jitter.py): what is slow
-but steady is what plans are for. Stages decide on their own, and any of them may be online while others run the plan;
-the ranks of one stage that share collectives follow one of them, the leader (see stage_lockstep.py).
+A stage dispatches online (see online_order.py) only if it can see arrivals. With `auto` it does so only while messages
+of some neighbour come by the host path and their arrival times change from one iteration to the next (see
+ArrivalJitter): for steady delays a plan is better. Each stage decides on its own, and any of them may be online while
+others run the plan. The ranks of one stage that share collectives follow their leader (see StageTeam).
 
-What goes by the device path of a GPU stands in queues of the device, where only the plan's order is safe (see
-transfers.launch_order). So a stage is online only while all of its links go by the host path. If one leaves that in the
-middle of an iteration, because the host path has failed, the stage runs what is left of it as planned. What it has sent
-out of the plan's order by then may have to be sent again, by the device path: a failure on top of a failure, where a
-device that waits for ever ends with the watchdog's error.
+Messages on a GPU's device path stand in queues of the device, where only the plan's order is safe (see
+transfers.launch_order). So a stage is online only while all of its links use the host path. If a link leaves it in the
+middle of an iteration, because the host path has failed, the stage runs the rest as planned. Messages that it has sent
+out of the plan's order may then have to be resent by the device path. If that makes a device wait for ever, the
+watchdog ends the process with an error: it takes a second failure on top of the first.
 """
 
 from __future__ import annotations
@@ -61,11 +61,15 @@ class StageTeamError(LateRankError):
 
 
 class StageTeam:
-    """One rank's end of the messages from its cell's leader. Used by one thread, except for `abort`."""
+    """Link of one rank to the leader of its cell, which decides the order of actions. For one thread, except for
+    `abort`.
+    """
 
     def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float) -> None:
-        """Called by all ranks of the cell at the same point. Raises StageTeamError when they do not come within
-        `timeout_s`."""
+        """Connect the ranks of the cell. All of them construct it at the same point.
+
+        Raises StageTeamError if they do not come within `timeout_s`.
+        """
         cell = layout.cell
         self._stage, self._ranks, self._rank, self._timeout_s = cell.stage, layout.cells[cell], layout.rank, timeout_s
         self.leads = self._rank == layout.reporter(cell)
@@ -80,7 +84,9 @@ class StageTeam:
         self._expected: deque[tuple[Any, torch.Tensor]] = deque()
 
     def publish(self, number: int) -> None:
-        """The leader says `number`. Returns at once. Raises StageTeamError for a follower that is gone."""
+        """Send `number` from the leader to all followers. Returns at once. Raises StageTeamError if a follower has
+        ended.
+        """
         said = torch.tensor([number])
         for follower in range(1, len(self._ranks)):
             try:
@@ -89,7 +95,7 @@ class StageTeam:
                 raise self._error(f"cannot tell rank {self._ranks[follower]} what to run", cause) from cause
 
     def follow(self) -> int:
-        """The next number that the leader says. Raises StageTeamError if it is gone, or silent for too long."""
+        """Return the leader's next number. Raises StageTeamError if the leader has ended, or is silent for too long."""
         timeout_s = self._timeout_s + _PATIENCE_S
         try:
             while len(self._expected) < _AHEAD:
@@ -104,9 +110,9 @@ class StageTeam:
         return int(said.item())
 
     def settle(self) -> None:
-        """Drop what all have received: the leader calls it when it is done with an iteration, as its followers are.
+        """Wait until all followers have received the leader's numbers. The leader calls this after each iteration.
 
-        Raises StageTeamError for a follower that has not, within the timeout.
+        Raises StageTeamError if a follower has not received them within the timeout.
         """
         sent, self._sent = self._sent, []
         for follower, work, _said in sent:
@@ -116,8 +122,9 @@ class StageTeam:
                 raise self._error(f"rank {self._ranks[follower]} does not follow", cause) from cause
 
     def abort(self) -> None:
-        """Give the team up: every wait of this rank raises, and of others for it. Safe to call twice, and from any
-        thread."""
+        """Abort the team: every wait of this rank raises, and the waits of others for it. Safe to call twice, from any
+        thread.
+        """
         with contextlib.suppress(RuntimeError):
             self._lifeline.wait(_EXPIRED)
 
@@ -143,25 +150,26 @@ UNSTEADY_AFTER = 2
 """Iterations in a row: a pause or a new plan changes gaps once, between two pairs of iterations at most."""
 STEADY_AFTER = 3
 TRIED_AFTER = 30
-"""Iterations after which what is unsteady counts as steady again, to be seen as it is: a stage that leaves the plan
-changes its neighbours' moments, and they change those of its own messages."""
+"""Iterations after which an unsteady neighbour counts as steady again, so that it is judged anew: leaving the plan
+changes the neighbours' timing, which in turn changes the timing of their messages.
+"""
 
 _Message = tuple[str, int, int]
 
 
 class ArrivalJitter:
-    """Arrival jitter of the messages of one neighbour."""
+    """Judges whether the arrival times of one neighbour's messages change from iteration to iteration."""
 
     def __init__(self) -> None:
         self.unsteady = False
         self._gaps_s: dict[_Message, float] = {}
         self._in_a_row = 0
-        """Iterations that contradict `unsteady`."""
+        """Number of successive iterations that contradict `unsteady`."""
         self._since = 0
-        """Iterations since it became so."""
+        """Iterations since `unsteady` last changed."""
 
     def observe(self, arrivals: Iterable[ArrivalRecord], action_s: float) -> None:
-        """One iteration's arrivals from this neighbour; `action_s`: mean seconds of an action."""
+        """Update `unsteady` from one iteration's arrivals. `action_s`: mean duration of an action."""
         gaps_s = _gaps_s(arrivals)
         changes_s = [abs(gap_s - self._gaps_s[key]) for key, gap_s in gaps_s.items() if key in self._gaps_s]
         self._gaps_s = gaps_s
@@ -180,7 +188,7 @@ class ArrivalJitter:
 
 
 def _gaps_s(arrivals: Iterable[ArrivalRecord]) -> dict[_Message, float]:
-    """Seconds between each message and the one of the micro-batch before, of the same kind and chunk."""
+    """Return the seconds between each message and that of the previous micro-batch of the same kind and chunk."""
     moments_s = {(record.kind, record.chunk, record.micro_batch): record.arrived_s for record in arrivals}
     return {
         (kind, chunk, micro_batch): arrived_s - moments_s[kind, chunk, micro_batch - 1]
@@ -193,14 +201,15 @@ logger = logger_of(__name__)
 
 _PLANNED, _ONLINE = 0, 1
 _PATIENCE = 0.05
-"""How long the plan's next message is waited for before the plan is left, in mean actions. Without it, what is a
-microsecond late would make room for a whole action that comes too early."""
+"""How long to wait for the plan's next message before leaving the plan, in mean actions. Without a wait, a message that
+is a microsecond late would let a whole other action go first.
+"""
 _LOOK_AGAIN_S = 100e-6
-"""Interval between two queries whether the GPU is done: a wait for an event has no deadline."""
+"""Interval between two queries of the GPU's progress: a wait for an event would have no deadline."""
 
 
 class Dispatcher:
-    """One rank's, for the life of the job."""
+    """Chooses the order of one rank's actions, for the life of the job."""
 
     def __init__(
         self,
@@ -211,8 +220,9 @@ class Dispatcher:
         timeout_s: float,
         ranks: Sequence[int],
     ) -> None:
-        """`mode`: planned, auto or online. `team`: this rank's, None where it shares no collectives with others.
-        `ranks`: the pipeline's, by stage."""
+        """`mode`: planned, auto or online. `team`: of this rank's cell; None if the cell has one rank. `ranks`: of the
+        pipeline, by stage.
+        """
         self.online_iterations = 0
         """How many were dispatched online here."""
         self.moved_actions = 0
@@ -234,8 +244,10 @@ class Dispatcher:
         """By neighbour."""
 
     def steps(self, program: Program, cap: float | None, released_at_backward_input: float) -> Steps:
-        """The steps of the next training iteration. `cap`: activations that the stage may hold at once; None: as many
-        as the plan's order does."""
+        """Return the steps of the next training iteration.
+
+        `cap`: maximum number of activations that the stage may hold; None: as many as the plan's order does.
+        """
         team = self._team
         if self._mode == "planned":
             return lambda inbox: iter(program.steps)
@@ -254,7 +266,7 @@ class Dispatcher:
     def ran(
         self, steps: Sequence[ProgramStep], records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord]
     ) -> None:
-        """Call after each training iteration with what it ran, and with what came and when."""
+        """Record a training iteration: its steps, their times, and the arrivals of messages. Call it after each one."""
         if self._mode == "planned" or not records:  # a cell that others relieve of all its work has none
             return
         action_s = statistics.fmean(record.compute_s for record in records)
@@ -266,16 +278,15 @@ class Dispatcher:
             self._team.settle()
 
     def abort(self) -> None:
-        """Wake this rank where it waits for what the leader of its cell decides, from any thread. The plan is what runs
-        from then on."""
+        """Wake this rank from a wait for its cell's leader, and run the plan from now on. For any thread."""
         self._mode, self._aborted = "planned", True
         if self._team is not None:
             self._team.abort()
 
     def resume(self, control: ControlStore, layout: JobLayout) -> None:
-        """Dispatch as before `abort`; nothing where that has not been called. Collective over the ranks of the cell.
+        """Dispatch as before `abort`; do nothing if that was not called. Collective over the ranks of the cell.
 
-        Raises StageTeamError when they do not meet.
+        Raises StageTeamError if they do not meet.
         """
         if not self._aborted:
             return
@@ -324,7 +335,7 @@ class Dispatcher:
             self._pace.launched()
 
     def _next(self, order: OnlineOrder, inbox: Inbox) -> ProgramStep:
-        """Return what can run now, or as soon as something has arrived."""
+        """Return the next step that can run, waiting for a message if none can."""
         planned = order.planned()
         if planned.receive is not None and planned in order.candidates():
             self._wait_a_little(planned.receive, inbox)
@@ -333,7 +344,7 @@ class Dispatcher:
         return step
 
     def _wait_a_little(self, message: OrderedMessage, inbox: Inbox) -> None:
-        """For what the plan has next: while the device has work anyway, and then for the patience."""
+        """Wait for the plan's next message: as long as the device is busy, and then for the patience."""
         deadline_s = time.monotonic() + self._timeout_s
         while self._pace.busy and time.monotonic() < deadline_s:
             if inbox.wait_any([message], _LOOK_AGAIN_S):
@@ -362,9 +373,9 @@ class Dispatcher:
 def make_dispatcher(
     control: ControlStore, layout: JobLayout, config: AdaptraConfig, transport: Transport, timeout_s: float
 ) -> Dispatcher:
-    """This rank's. Collective over the ranks of its cell where it may come to dispatch online.
+    """Return this rank's dispatcher. Collective over the ranks of its cell if it may dispatch online.
 
-    Raises StageTeamError when ranks of the stage do not meet, ConfigError for `online` where it would never happen.
+    Raises StageTeamError if ranks of the cell do not meet, ConfigError if `online` was asked for but is impossible.
     """
     mode = config.dispatch
     if mode == "online" and config.host_transport == "off" and current_device().type == "cuda":
@@ -380,12 +391,12 @@ def make_dispatcher(
 
 
 def _peers(program: Program) -> Sequence[int]:
-    """Stages that messages come from, which are those that messages go to."""
+    """Return the stages that messages come from; messages go to the same stages."""
     return sorted({message.source for message in program.receives})
 
 
 def count_moved(steps: Sequence[ProgramStep]) -> int:
-    """Steps that ran before one that the plan has before them."""
+    """Return the number of steps that ran before a step that precedes them in the plan."""
     moved, least = 0, len(steps)
     for step in reversed(steps):
         moved += step.position > least
@@ -394,21 +405,24 @@ def count_moved(steps: Sequence[ProgramStep]) -> int:
 
 
 class _Pace:
-    """Computation blocks the CPU: when it decides, everything before has been computed."""
+    """Timing of decisions on a CPU: computation blocks the thread, so all earlier actions are complete."""
 
     busy = False
     """True while the device has work left."""
 
     def catch_up(self, deadline_s: float) -> None:
-        """Wait until it is time to decide what comes next."""
+        """Wait until the next decision is due."""
 
     def launched(self) -> None:
-        """What was decided last has been handed to the device."""
+        """Record that the last chosen action has been launched."""
 
 
 class _GpuPace(_Pace):
-    """A GPU computes behind the CPU. Decisions wait until it begins the last action that it was given: if the plan's
-    next message is here by then, the GPU is never out of work; if it is not, there is time for it to come."""
+    """Timing of decisions on a GPU, which runs behind the CPU.
+
+    A decision waits until the GPU begins the last launched action. If the plan's next message has arrived by then, the
+    GPU stays busy; if not, the message still has the duration of that action to arrive.
+    """
 
     def __init__(self) -> None:
         self._ends: deque[Any] = deque()

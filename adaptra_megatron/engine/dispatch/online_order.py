@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online dispatch of one stage: which action comes next, given which messages have arrived. No clock, no torch.
+"""Choose the next action of one stage online, from the messages that have arrived. No clock, no torch.
 
-At each step the plan's next action runs if it can: as long as nothing is late, that is the plan. Else the first of
-B > F > W runs that is ready and within the cap; and if none is, any message is waited for. What is decided is only how
-three sequences are merged: the forwards of the stage and its backwards each keep the order that the plan gives them,
-and of the weight gradients that are due the plan's first goes first. Three things follow.
+The plan's next action runs if it can: while nothing is late, the order is the plan's. Otherwise the first of B > F > W
+runs that is ready and within the cap; if none is, the stage waits for any message. The choice only affects how three
+sequences are merged. The stage's forwards keep the plan's order, and so do its backwards; of the weight gradients that
+are due, the first in the plan goes first. Three things follow.
 
 - Numbers are stock's: F, B and W of a chunk each run in micro-batch order.
-- Neighbours receive in the planned order: what a stage sends over one directed link are its forwards' results, or its
-  backwards', and never both. (With two stages and several chunks they share a link; there, forwards and backwards are
-  one sequence, and only weight gradients move.) So a path that matches messages by order needs to know nothing.
-- Nothing deadlocks, whichever stages are online and whichever run the plan, if the plan keeps the same caps. Suppose
-  all wait for ever, and let X be the first action, in an order of all stages' actions that the plan allows, that has
-  not run; all that the plan has before it, on its stage too, has. At a stage that runs the plan X is next, and its
-  message was sent. At an online stage X is the next of its sequence, and its message was sent, so X is a forward that
-  the cap forbids; but then all weight gradients that were due have run, at least as many backwards as the plan has
-  before X, and exactly as many forwards. So the stage holds no more than it does in the plan at X, which keeps the cap.
-  Where an input gradient adds to what is held, X may be one; and a forward leaves room for what the next one adds once
-  all weight gradients are over, as it must in the plan. So X, with these over, finds it.
+- Neighbours receive in the planned order: over one directed link a stage sends the results of its forwards or of its
+  backwards, never both. (With two stages and several chunks they share a link; there, forwards and backwards are one
+  sequence, and only weight gradients move.) So paths that match messages by order need not know of it.
+- Nothing deadlocks, whichever stages are online, if the plan keeps the same caps. Proof: suppose all stages wait for
+  ever. Take an order of all stages' actions that the plan allows, and let X be its first action that has not run; all
+  actions before X have run. At a stage that runs the plan, X is next and its message has been sent: a contradiction. At
+  an online stage, X is next in its sequence and its message has been sent, so X must be a forward that the cap forbids.
+  But then all weight gradients that were due have run, at least as many backwards as the plan has before X, and exactly
+  as many forwards. So the stage holds no more than it does in the plan at X, which keeps the cap: a contradiction. An
+  input gradient may add to the activations held, so X may be one, too. A forward leaves room for the addition of the
+  next input gradient once all weight gradients have run, as it must in the plan; so X has room then.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _ROUNDING = 1e-9
 
 
 class OnlineOrder:
-    """State of one stage in one iteration."""
+    """State of one stage's online order in one iteration."""
 
     def __init__(self, program: Program, cap: float | None, released_at_backward_input: float) -> None:
-        """`program`: the stage's part of a plan that keeps `cap` (activations held at once; None: no cap)."""
+        """`program`: the stage's part of a plan that keeps `cap` (maximum activations held; None: no cap)."""
         self._program = program
         self._cap = cap
         self._released = released_at_backward_input
@@ -64,19 +64,19 @@ class OnlineOrder:
 
     @property
     def finished(self) -> bool:
-        """Return whether all has run."""
+        """Return whether all steps have run."""
         return self._planned == len(self._done)
 
     def candidates(self) -> list[ProgramStep]:
-        """Return what may run as soon as its message is here, the most urgent first; weight gradients, which need
-        none, not.
+        """Return the steps that lack at most their message, the most urgent first; never weight gradients, which have
+        no message.
 
-        Where this is empty and something is left, a weight gradient is due.
+        If there are none and steps are left, a weight gradient is due.
         """
         return [sequence[0] for sequence in self._sequences if sequence and self._may_run(sequence[0])]
 
     def next(self, ready: Callable[[OrderedMessage], bool]) -> ProgramStep | None:
-        """Return what to run now; None if it has to be waited for: for the message of any of the candidates.
+        """Return the step to run now; None if the stage must wait for the message of any of the candidates.
 
         `ready`: whether a message has arrived.
         """
@@ -90,12 +90,11 @@ class OnlineOrder:
         return due if not able or self._overtakes(able[0]) else able[0]
 
     def planned(self) -> ProgramStep:
-        """Return what comes first in the plan of all that has not run: what to wait for where arrivals cannot be
-        seen."""
+        """Return the first step of the plan that has not run: the one to wait for if arrivals cannot be seen."""
         return self._program.steps[self._planned]
 
     def take(self, step: ProgramStep) -> None:
-        """`step`, one of those above, runs now."""
+        """Record that `step`, returned by one of the methods above, runs now."""
         action = step.action
         if action.kind is Kind.BACKWARD_WEIGHT:
             self._weights_due.remove(step)
@@ -122,7 +121,7 @@ class OnlineOrder:
             bisect.insort(self._weights_due, due, key=lambda step: step.position)
 
     def _may_run(self, step: ProgramStep) -> bool:
-        """Return whether nothing but a message can be missing."""
+        """Return whether `step` can run, except that its message may be missing."""
         action = step.action
         if action.kind is not Kind.FORWARD:
             there = self._forwards[action.chunk] > action.micro_batch

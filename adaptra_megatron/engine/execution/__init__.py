@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a stage's actions in order, and takes and sends their messages."""
+"""Run a stage's actions in order, and receive and send their messages."""

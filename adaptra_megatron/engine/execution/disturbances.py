@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record events just before an iteration that make its timings worthless."""
+"""Detect events before an iteration that make its timings unusable."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LONG_PAUSE_FACTOR = 5.0
 
 
 class DisturbanceWatch:
-    """One rank's. Pure: moments are given, in seconds of the monotonic clock.
+    """Detects disturbances of one rank's iterations. Pure: times are arguments (seconds of the monotonic clock).
 
-    What comes before every other iteration or more often belongs to them, and is no disturbance: nothing could ever be
-    found then.
+    An event that precedes every second iteration or more is part of normal training, not a disturbance; otherwise no
+    iteration would be left to measure.
     """
 
     def __init__(self) -> None:
@@ -27,18 +27,18 @@ class DisturbanceWatch:
         self._disturbed: deque[bool] = deque(maxlen=_REMEMBERED)
 
     def evaluated(self) -> None:
-        """An evaluation has run."""
+        """Record that an evaluation has run."""
         self._evaluated = True
 
     def began(self, now_s: float) -> str | None:
-        """A training iteration begins; what disturbs it, in words, if anything does."""
+        """Record the start of a training iteration; return its disturbance in words, or None."""
         what = "an evaluation just before" if self._evaluated else self._long_pause(now_s)
         self._evaluated = False
         self._disturbed.append(what is not None)
         return what if 2 * sum(self._disturbed) <= max(_ENOUGH, len(self._disturbed)) else None
 
     def ended(self, now_s: float) -> None:
-        """It is over."""
+        """Record the end of the training iteration."""
         self._ended_s = now_s
 
     def _long_pause(self, now_s: float) -> str | None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one iteration of a pipeline in any valid order of forwards, input gradients and weight gradients, planned
-beforehand or made while it runs.
+"""Run one iteration of a pipeline in any valid order of forwards, input gradients and weight gradients.
 
-Numbers are stock's: the same functions compute, F, B and W of a chunk each run in micro-batch order, and gradients
-are accumulated in that order. Only the interleaving of the three, and the waiting, differ.
+The order is planned beforehand, or chosen online. Numbers are stock's: the same functions compute, F, B and W of a
+chunk each run in micro-batch order, and gradients are accumulated in that order. Only the interleaving of the three,
+and the waiting, differ.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecificat
 
 
 class ActionTimer(Protocol):
-    """Marks moments without waiting; `resolve` turns marks of one iteration into time.monotonic() seconds."""
+    """Marks times without waiting; `resolve` converts the marks of one iteration to seconds of time.monotonic()."""
 
     def mark(self) -> Any:
-        """Now, where compute happens."""
+        """Return a mark of the present moment, on the device that computes."""
 
     def over(self, marks: list[Any]) -> bool:
-        """Return whether all of them have been reached; never waits."""
+        """Return whether all marks have been reached. Never waits."""
 
     def resolve(self, marks: list[Any]) -> list[float]:
-        """Seconds of the marks, which are not used again. On a GPU, waits for the work before the last of them."""
+        """Return the times of the marks, which must not be used again. On a GPU, waits for the last of them."""
 
 
 class ClockTimer:
-    """Compute runs on the calling thread: the clock says it all."""
+    """Timer for computation on the calling thread, by its clock."""
 
     def mark(self) -> float:
         return time.monotonic()
@@ -59,10 +59,10 @@ class ClockTimer:
 
 
 class CudaEventTimer:
-    """Compute runs on the current CUDA stream: an event before and after each action."""
+    """Timer for computation on the current CUDA stream, by events before and after each action."""
 
     def __init__(self, clock: DeviceClock) -> None:
-        """`clock`: a transport may take its own time marks from it, too."""
+        """`clock`: may be shared with a transport, which times messages by it."""
         self._clock = clock
         self.mark = clock.mark
 
@@ -79,7 +79,7 @@ class CudaEventTimer:
 
 
 def make_timer(clock: DeviceClock | None) -> ActionTimer:
-    """The timer for compute on the device of `clock`; None: on the CPU."""
+    """Return the timer for the device of `clock`; None: the CPU."""
     return ClockTimer() if clock is None else CudaEventTimer(clock)
 
 
@@ -91,9 +91,9 @@ class ActivationCapError(RuntimeError):
 
 
 class ActivationAccount:
-    """Activations (of one chunk's micro-batch) held by one stage: a forward takes 1, its gradients give it back.
+    """Counts the activations (of one chunk and micro-batch) held by one stage: F takes 1, its gradients release it.
 
-    Where an input gradient releases less than nothing, it takes that at its start.
+    If an input gradient releases a negative amount, it takes that amount at its start.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ActivationAccount:
         released_at_backward_input: float,
         meter: MemoryMeter | None = None,
     ) -> None:
-        """`meter`: gets every action, to measure what the activations take."""
+        """`meter`: called with every action, to measure the memory of activations."""
         self.stage = stage
         self.held = 0.0
         self.peak = 0.0
@@ -120,7 +120,7 @@ class ActivationAccount:
         self._taken[Kind.FORWARD] = 1.0
 
     def before(self, kind: Kind, micro_batch: int, chunk: int) -> None:
-        """Take what the action needs. Raises ActivationCapError instead of passing the cap."""
+        """Take the activations that the action needs. Raises ActivationCapError rather than exceed the cap."""
         if (taken := self._taken.get(kind, 0.0)) > 0.0:
             if self._cap is not None and self.held + taken > self._cap + _ROUNDING:
                 what = "forward" if kind is Kind.FORWARD else "input gradient"
@@ -132,7 +132,7 @@ class ActivationAccount:
             self._meter.before()
 
     def after(self, kind: Kind) -> None:
-        """Give back what a gradient releases."""
+        """Release the activations that a gradient frees."""
         self.held -= max(0.0, self._released[kind])
         if self._meter is not None:
             self._meter.after(kind, self._chunk)
@@ -154,26 +154,26 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class IterationReport:
-    """Record of one rank's iteration: on a GPU it has been launched, and may not have happened yet."""
+    """Record of one rank's iteration. On a GPU the kernels are launched but may still run: see `over`, `records`."""
 
     peak_in_flight: float
     steps: list[ProgramStep]
-    """What it ran, in order: those of the records."""
+    """Steps in the order in which they ran; `records` has the same order."""
     addresses: Addresses
     received_nbytes: int
-    """The size of the largest activation that came from another stage; 0 if there is none."""
+    """Size of the largest activation received from another stage; 0 if none was."""
     over: Callable[[], bool]
-    """Returns True once all of it has happened; never waits."""
+    """Returns whether the whole iteration has run on the device. Never waits."""
     resolve: Callable[[], list[ActionRecord]]
-    """To be called once: see `records`."""
+    """Returns `records`; may be called once."""
 
     @functools.cached_property
     def records(self) -> list[ActionRecord]:
-        """Return when each step ran. Waits for the end of the last one, the first time."""
+        """Return the times of all steps. The first call waits for the last step to end."""
         return self.resolve()
 
     def computed_s(self) -> dict[MessageKey, float]:
-        """Return when each message that was sent had been computed, by its key in the pipeline."""
+        """Return the time at which each sent message had been computed, by its key in the pipeline."""
         return {
             self.addresses.key_in_pipeline(self.addresses.key(step.send)): record.end_s
             for step, record in zip(self.steps, self.records, strict=True)
@@ -186,7 +186,7 @@ Steps = Callable[[Inbox], Iterator[ProgramStep]]
 
 
 def planned_steps(program: Program) -> Steps:
-    """The plan's order."""
+    """Return the steps in the plan's order."""
     return lambda inbox: iter(program.steps)
 
 
@@ -208,7 +208,7 @@ class _Run:
 
 
 class PipelineExecutor:
-    """Executes programs on one stage, with one transport and one timer for the life of the job."""
+    """Runs programs on one stage, with one transport and one timer for the life of the job."""
 
     def __init__(
         self,
@@ -219,8 +219,9 @@ class PipelineExecutor:
         receives_ahead: int = 0,
         plans_differ: bool = False,
     ) -> None:
-        """`timeout_s`: longest wait for one message. `receives_ahead`: posted before their turn, see `Inbox`.
-        `plans_differ`: whether other replicas, which gradients are reduced with, may run other plans."""
+        """`timeout_s`: longest wait for one message. `receives_ahead`: number of receives posted ahead of time, see
+        `Inbox`. `plans_differ`: whether other replicas, with which gradients are reduced, may run other plans.
+        """
         self._plans_differ = plans_differ
         self._transport = transport
         self._timer = timer
@@ -242,12 +243,12 @@ class PipelineExecutor:
         account: ActivationAccount,
         steps: Steps | None = None,
     ) -> IterationReport:
-        """Run every step of `program`; gradients are complete (not yet finalized) when this returns, on a GPU for what
-        is launched from now on. What was sent last may still be on its way: the next run waits for it, or the
-        closing of the transport.
+        """Run every step of `program`. On return gradients are complete, but not yet finalized.
 
-        `addresses`: of this attempt. `steps`: those of `program` in another order; None: in its own. Raises
-        TransportError when a peer fails or stays silent for longer than the timeout, and what `steps` raises.
+        On a GPU, later launches see complete gradients. The last sends may still be in flight: the next run waits for
+        them, or the closing of the transport. `addresses`: of this attempt. `steps`: those of `program` in another
+        order; None: in its own. Raises TransportError if a peer fails or is silent for longer than the timeout, and the
+        errors of `steps`.
         """
         # Of the iteration before, by whose end the last message would not have been acknowledged: over a slow link that
         # takes as long again as the message itself.
@@ -283,7 +284,9 @@ class PipelineExecutor:
         )
 
     def _run_steps(self, run: _Run, steps: Iterator[ProgramStep]) -> tuple[list[ProgramStep], list[Any]]:
-        """Returns the steps and the marks around them: each step begins to wait where the one before it ended."""
+        """Run the steps; return them and the marks between them. Each step begins to wait where the previous
+        one ended.
+        """
         ran: list[ProgramStep] = []
         marks = [self._timer.mark()]
         for step in steps:
@@ -340,7 +343,7 @@ class PipelineExecutor:
         run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
 
     def _send(self, run: _Run, step: ProgramStep, tensor: torch.Tensor | None) -> None:
-        """Right behind what computes it: see schedule.transfers.launch_order."""
+        """Send the step's result, right behind its computation: see schedule.transfers.launch_order."""
         if step.send is None:
             return
         assert tensor is not None, f"{step.action} has nothing to send"

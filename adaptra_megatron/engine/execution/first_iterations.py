@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know iterations that find a GPU cold: the first of their kind, in which kernels are loaded and tuned and buffers
-made.
+"""Recognise cold iterations: the first of their kind on a GPU, in which kernels are loaded and tuned and buffers made.
 
-All of that makes the host wait for its whole device, at any call. Receives that are posted by launch order end all the
-same. So these iterations differ from others in two things alone: they run stock's order with whole backwards, which
-holds no more memory than stock does while allocators grow, and end with a wait for the device, so that nothing of them
-is left when a plan begins.
+Any call of a cold iteration may make the host wait for its whole device. Receives that are posted in launch order end
+all the same. So cold iterations differ from others in two things alone. They run stock's order with whole backwards, so
+that they hold no more memory than stock while allocators grow. They end with a wait for the device, so that none of
+their work is left when a plan begins.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ COLD = "kernels loaded and tuned for the first time"
 
 
 class FirstIterations:
-    """One rank's, alike on all ranks: training and evaluation, each shape of messages, each number of micro-batches."""
+    """Recognises one rank's cold iterations: training and evaluation, each message shape, each number of micro-batches.
+
+    All ranks agree without communication.
+    """
 
     def __init__(self, synchronize: Callable[[], None] | None) -> None:
         """`synchronize`: waits for the GPU; None on a CPU, where no iteration is cold."""
@@ -29,12 +31,12 @@ class FirstIterations:
         self._seen: set[tuple[bool, tuple[int, ...] | None, int]] = set()
 
     def begin(self, call: PipelineCall) -> None:
-        """The iteration of `call` begins."""
+        """Record the start of the iteration of `call`."""
         kind = call.forward_only, call.message_shape, call.micro_batches
         self.cold = self._synchronize is not None and kind not in self._seen
         self._seen.add(kind)
 
     def end(self) -> None:
-        """All of the iteration has been launched: wait for the device if it was cold."""
+        """Wait for the device if the iteration, now launched, was cold."""
         if self.cold and self._synchronize is not None:
             self._synchronize()

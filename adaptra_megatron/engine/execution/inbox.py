@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive a stage's messages of one iteration: asked for in the launch order of what makes it.
+"""Receive a stage's messages of one iteration, posting receives in the launch order of their senders.
 
-On GPUs a receive that is posted stands on the device until its message comes. Posted by that order and no further
-ahead, none of them keeps the device from what others wait for (see transfers.launch_order). On CPUs receives are in
-nothing's way: some are posted ahead, so that messages need not wait for them, and tell how long their way was.
+On GPUs a posted receive occupies the device until its message comes. Posted in that order and no further ahead, no
+receive keeps the device from work that others wait for (see transfers.launch_order). On CPUs receives block nothing.
+Some are posted ahead, so that messages need not wait for them, and their transfer times can be measured.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from adaptra_megatron.transport.message_keys import Direction, MessageKey, Messa
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses of one attempt at an iteration, as a rank of a pipeline has them."""
+    """Addresses of one attempt at an iteration, for a rank of a pipeline."""
 
     ranks: Sequence[int]
-    """The pipeline's: global ranks, by stage."""
+    """Global ranks of the pipeline, by stage."""
     iteration: int
     attempt: int = 0
-    """Which try at the iteration."""
+    """Number of the attempt at the iteration."""
     replica: int = 0
-    """This rank's."""
+    """Replica of this rank."""
     micro_batches: int | None = None
-    """Number of micro-batches of each replica; None: there is one replica alone."""
+    """Number of micro-batches of each replica; None if there is one replica."""
     pipeline: Sequence[int] | None = None
-    """None: it is `ranks`. Where micro-batches are routed between replicas, messages name ranks, `ranks` are all of the
-    job's, and this is the pipeline."""
+    """None: the same as `ranks`. If micro-batches are routed between replicas, messages name global ranks: then `ranks`
+    holds all ranks of the job, and this is the pipeline.
+    """
 
     def key(self, message: OrderedMessage) -> MessageKey:
-        """The message's name in the job."""
+        """Return the message's key in the job."""
         direction = Direction.GRADIENT if message.gradient else Direction.ACTIVATION
         number = self._first + message.micro_batch
         return MessageKey(self.iteration, direction, message.chunk, number, self.attempt)
@@ -50,7 +51,9 @@ class Addresses:
         return key._replace(micro_batch=key.micro_batch - self._first)
 
     def in_pipeline(self, times: Sequence[MessageTimes]) -> list[MessageTimes]:
-        """Return the times of messages within the pipeline; peers are stages, micro-batches indices in the program."""
+        """Return the times of messages within the pipeline; peers are stages, micro-batches are indices in the
+        program.
+        """
         pipeline = self.ranks if self.pipeline is None else self.pipeline
         return [
             entry._replace(peer=pipeline.index(entry.peer), key=self.key_in_pipeline(entry.key))
@@ -59,7 +62,7 @@ class Addresses:
         ]
 
     def nbytes(self, times: Iterable[MessageTimes]) -> dict[int, int]:
-        """Return the bytes of each micro-batch's message, by the micro-batch's index in the program."""
+        """Return the size of each micro-batch's message in bytes, by the micro-batch's index in the program."""
         return {self.key_in_pipeline(entry.key).micro_batch: entry.nbytes for entry in times}
 
     @property
@@ -69,12 +72,15 @@ class Addresses:
 
 
 class Inbox:
-    """Every wait ends by itself: with TransportError when a peer fails or is silent for longer than the timeout."""
+    """Messages that one stage receives in one iteration.
+
+    Every wait raises TransportError if a peer fails, or is silent for longer than the timeout.
+    """
 
     def __init__(
         self, transport: Transport, program: Program, addresses: Addresses, *, timeout_s: float, ahead: int = 0
     ) -> None:
-        """`timeout_s`: longest wait for one message. `ahead`: receives posted before their turn."""
+        """`timeout_s`: longest wait for one message. `ahead`: number of receives posted before their turn."""
         self._transport = transport
         self._addresses = addresses
         self._timeout_s, self._ahead = timeout_s, ahead
@@ -83,7 +89,7 @@ class Inbox:
         self._posted = 0
 
     def post_before(self, step: ProgramStep) -> None:
-        """Post the receives that come before `step`; call before anything of it is launched."""
+        """Post the receives that precede `step`. Call it before anything of the step is launched."""
         self._post(step.receives_before + self._ahead)
 
     def post_before_send(self, step: ProgramStep) -> None:
@@ -91,8 +97,9 @@ class Inbox:
         self._post(step.receives_before_send)
 
     def ask_for(self, messages: Collection[OrderedMessage]) -> None:
-        """Post the receives of `messages`, and of those before them, ahead of the steps that they come before. Only
-        where the CPU sees arrivals."""
+        """Post the receives of `messages`, and all earlier ones, before their turn. Only where the CPU sees
+        arrivals.
+        """
         for message in messages:
             self._post(self._places[message] + 1)
 
@@ -102,7 +109,7 @@ class Inbox:
         return self._transport.ready(self._addresses.key(message))
 
     def wait_any(self, messages: Sequence[OrderedMessage], patience_s: float | None = None) -> bool:
-        """Until one of them is here, or for `patience_s`; returns whether one is."""
+        """Wait until one of `messages` has arrived, `patience_s` at most; return whether one has."""
         self.ask_for(messages)
         keys = [self._addresses.key(message) for message in messages]
         if patience_s is not None and patience_s < self._timeout_s:
@@ -112,11 +119,11 @@ class Inbox:
         return True
 
     def take(self, message: OrderedMessage) -> torch.Tensor:
-        """The message, as soon as it is here. Its receive must have been posted."""
+        """Return the message, waiting for it. Its receive must have been posted."""
         return self._transport.wait(self._addresses.key(message), self._deadline_s())
 
     def _post(self, count: int) -> None:
-        """Until `count` are posted, or more."""
+        """Post receives until at least `count` are posted."""
         for message in itertools.islice(self._unposted, max(0, count - self._posted)):
             self._transport.post_receive(self._addresses.key(message), self._addresses.ranks[message.source])
             self._posted += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stage's order of actions, compiled once per plan into what the executor does step by step."""
+"""Compile a stage's order of actions, once per plan, into steps for the executor."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ class ProgramStep:
     """One action with its messages."""
 
     position: int
-    """In the plan's order of its stage."""
+    """Position in the plan's order of its stage."""
     action: Action
     receive: OrderedMessage | None
     send: OrderedMessage | None
     receives_before: int
-    """How many of the program's receives are posted before it is launched, and before its message is sent."""
+    """Number of the program's receives that are posted before the action is launched, and before its message
+    is sent.
+    """
     receives_before_send: int
     completes_chunk: bool
-    """Set if it computes the last gradient of its chunk in this iteration."""
+    """True if it computes the last gradient of its chunk in this iteration."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class Program:
     stage: int
     steps: tuple[ProgramStep, ...]
     receives: dict[OrderedMessage, int]
-    """Messages from other stages and their places, from 0, in the order in which their receives are posted. In it, each
-    neighbour's messages keep the order in which it sends them."""
+    """Messages from other stages, with their positions in the order in which receives are posted, from 0. Each
+    neighbour's messages keep the order in which it sends them.
+    """
 
     @property
     def completion(self) -> tuple[int, ...]:
@@ -53,7 +56,7 @@ class Program:
 
     @property
     def completes_by_backwards(self) -> bool:
-        """Return whether chunks are complete in the order of their backwards however these and weight gradients mix."""
+        """Return whether chunks complete in the order of their backwards, however weight gradients are interleaved."""
         kinds = {step.action.kind for step in self.steps}
         return self.schedule.chunks == 1 or Kind.BACKWARD_INPUT not in kinds
 
@@ -61,8 +64,9 @@ class Program:
 def compile_program(schedule: Schedule, stage: int, costs: Costs | None = None, *, sizes_known: bool = True) -> Program:
     """Compile the order of `stage`. The schedule must have passed `check_schedule`.
 
-    `costs`: what the schedule was planned for, the same on every rank of the pipeline, for they tell the launch order;
-    None: all actions take equally long. `sizes_known`: whether receives can be posted before their messages are there.
+    `costs`: the costs that the schedule was planned for, which determine the launch order; they must be the same on
+    every rank of the pipeline. None: all actions take equally long. `sizes_known`: whether receives can be posted
+    before their messages arrive.
     """
     order, placement = schedule.orders[stage], schedule.placement
     last_gradient = {

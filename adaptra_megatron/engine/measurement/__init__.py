@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure around the actions of an iteration, and pass that on: plans, reports, traces, Megatron's timers."""
+"""Measure the actions of iterations for plans, reports, traces and Megatron's timers."""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collect measurements of one rank's iterations: handed in for later plans, and written to traces, once it has
-happened."""
+"""Collect the measurements of one rank's iterations, for later plans and for traces."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _LEVEL = 2
 
 
 def add_times(timers: Any, report: IterationReport) -> None:
-    """Add what one iteration spent to `timers` (megatron.core.timers.Timers), where they log such detail."""
+    """Add the times of one iteration to `timers` (megatron.core.timers.Timers), if their log level includes them."""
     if timers._log_level < _LEVEL:
         return  # what it would hand out stands for all that are not logged
     spent_s: dict[str, float] = defaultdict(float)
@@ -56,10 +55,10 @@ def add_times(timers: Any, report: IterationReport) -> None:
 
 @contextmanager
 def waiting_for_computation_alone() -> Iterator[None]:
-    """While open, torch.cuda.synchronize() waits for the current stream, not for the whole device.
+    """Make torch.cuda.synchronize() wait for the current stream alone within this context, not for the whole device.
 
-    Receives are posted before their senders have what they send: a rank that waits for its whole device in the midst of
-    an iteration waits for messages that its peers are still to make, and Megatron would count that as computation.
+    Receives are posted before their messages are sent. A wait for the whole device in the middle of an iteration would
+    wait for messages that peers have yet to compute, and Megatron would count that as computation.
     """
     whole_device = torch.cuda.synchronize
     torch.cuda.synchronize = _wait_for_current_stream
@@ -77,7 +76,7 @@ SentAndReceived = tuple[Sequence[MessageTimes], Sequence[MessageTimes]]
 
 
 class EndedIteration(NamedTuple):
-    """An iteration of which everything has been launched, and on the CPU has happened."""
+    """A launched iteration; on the CPU it has also run."""
 
     call: PipelineCall
     report: IterationReport
@@ -90,7 +89,7 @@ class EndedIteration(NamedTuple):
 
 
 class Measuring:
-    """Hands in what an iteration measured: at once on the CPU, on a GPU when the next one begins."""
+    """Passes on the measurements of iterations: at once on the CPU, on a GPU when the next iteration begins."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Measuring:
         hooks: Sequence[IterationHooks] = (),
         work: tuple[str, ...] = (),
     ) -> None:
-        """All of them are this rank's. `work`: see StageMeasurement."""
+        """All arguments are this rank's. `work`: see StageMeasurement."""
         self._work = work
         self._job, self._transport, self._dispatcher, self._telemetry = job, transport, dispatcher, telemetry
         self._hooks = hooks
@@ -109,9 +108,9 @@ class Measuring:
         """The latest iteration, until what it measured is handed in."""
 
     def settle(self, exchange: PlanExchange, steering: FixedPaths) -> None:
-        """Hand in and trace what the latest iteration measured; waits for the device where that is still at it.
+        """Pass on and trace the measurements of the latest iteration; wait for the device if it is still busy with it.
 
-        `steering`: the one of this rank's links.
+        `steering`: of this rank's links.
         """
         ended, self.unsettled = self.unsettled, None
         if ended is None:
@@ -139,8 +138,10 @@ class Measuring:
         times: SentAndReceived,
         nbytes: Mapping[int, int],
     ) -> None:
-        """Send off what an iteration measured, for the plans of later ones. `nbytes`: of each micro-batch's messages,
-        also where another replica's cell is at their other end."""
+        """Send the measurements of an iteration to the planner.
+
+        `nbytes`: size of each micro-batch's messages, including those to and from other replicas' cells.
+        """
         report = ended.report
         measurement = stage_measurement(
             self._job.layout.pipeline[0],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's OpenTelemetry spans where Megatron's own functions do not run: those of messages, which its p2p functions
-have in stock, and those of weight gradients.
+"""Make Megatron's OpenTelemetry spans for messages and weight gradients, where Megatron's own functions do not run.
 
-Megatron makes spans by the package nemo-lens, from release 0.20 on. Names and groups are its own, "microbatch" and
-"communication" (`--otel-span-groups`); each has micro-batch and chunk as attributes.
+In stock, Megatron's p2p functions make spans of messages. From release 0.20 on it makes spans by the package nemo-lens.
+Names and groups are its own, "microbatch" and "communication" (`--otel-span-groups`); each span has micro-batch and
+chunk as attributes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ if TYPE_CHECKING:
 
 
 def ranged_computation(computation: StageComputation) -> StageComputation:
-    """`computation` whose actions are ranges such as "adaptra F 3", or "adaptra I 3, chunk 1"."""
+    """Return `computation` with a profiler range around each action, such as "adaptra F 3" or "adaptra I 3,
+    chunk 1".
+    """
     return SurroundedComputation(
         computation, lambda kind, chunk, micro_batch: _range(f"{kind} {micro_batch}{_of(chunk)}")
     )
 
 
 class RangedTransport:
-    """A Transport whose messages are ranges such as "adaptra send activation 3 to rank 1", "adaptra receive gradient 3
-    from rank 1", which is when it is announced, and "adaptra wait for gradient 3, chunk 1"."""
+    """A Transport with profiler ranges around its calls.
+
+    Examples: "adaptra send activation 3 to rank 1"; "adaptra receive gradient 3 from rank 1", when the receive is
+    posted; "adaptra wait for gradient 3, chunk 1".
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -86,7 +91,7 @@ def _named(key: MessageKey) -> str:
 
 @contextlib.contextmanager
 def _range(what: str) -> Iterator[None]:
-    """A range that both kinds of profilers show. torch's own ranges reach Nsight within emit_nvtx() alone."""
+    """Open a range in both kinds of profilers. torch's own ranges reach Nsight within emit_nvtx() alone."""
     name = f"adaptra {what}"
     with contextlib.ExitStack() as ranges:
         ranges.enter_context(torch.profiler.record_function(name))
@@ -96,7 +101,7 @@ def _range(what: str) -> Iterator[None]:
 
 
 class ProfileRanges(IterationHooks):
-    """Puts named ranges around actions and messages."""
+    """Puts named profiler ranges around actions and messages."""
 
     def wrap_transport(self, transport: Transport) -> Transport:
         """See IterationHooks."""
@@ -121,7 +126,7 @@ _GROUPS = ("microbatch", "communication")
 
 
 def megatron_span() -> Span | None:
-    """Maker of spans; None where nemo-lens is not there, or neither group is asked for."""
+    """Return the function that makes spans; None without nemo-lens, or if neither group is selected."""
     try:
         state, helpers = (importlib.import_module(f"nemo.lens.{name}") for name in ("state", "helpers"))
     except ImportError:
@@ -131,14 +136,16 @@ def megatron_span() -> Span | None:
 
 
 def spanned_computation(computation: StageComputation, span: Span) -> StageComputation:
-    """`computation` whose actions are spans: all, or where Megatron's own functions make theirs, weight gradients."""
+    """Return `computation` with a span around each action. Where Megatron's own functions make spans, only W
+    gets one.
+    """
     if importlib.util.find_spec("megatron.core.telemetry") is not None:
         return _WeightSpans(computation, span)
     return SurroundedComputation(computation, lambda *action: _action(span, *action))
 
 
 class _WeightSpans(SurroundedComputation):
-    """A computation of which one kind of action has spans."""
+    """Computation with spans around one kind of action."""
 
     def __init__(self, computation: StageComputation, span: Span) -> None:
         super().__init__(computation, lambda *action: _action(span, *action))
@@ -146,7 +153,7 @@ class _WeightSpans(SurroundedComputation):
 
 
 class SpannedTransport:
-    """A Transport whose messages are spans, as Megatron's functions that send and receive them are in stock."""
+    """A Transport with the spans that Megatron's own send and receive functions make in stock."""
 
     def __init__(self, transport: Transport, span: Span) -> None:
         self._transport, self._span = transport, span
@@ -173,7 +180,7 @@ class SpannedTransport:
 
 
 class MegatronSpans(IterationHooks):
-    """Makes Megatron's spans where nemo-lens is there and one of their groups is asked for."""
+    """Makes Megatron's spans, if nemo-lens is installed and one of their groups is selected."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline)

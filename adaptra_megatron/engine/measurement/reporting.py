@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Express the runtime's state in the terms of telemetry."""
+"""Convert the runtime's state to the records of telemetry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
 
 
 def running_versions() -> dict[str, str]:
-    """Return what runs, which need not be what is installed: Megatron is often used from its sources."""
+    """Return the versions that run, which may differ from those installed: Megatron is often used from its sources."""
     return {
         "adaptra-megatron": __version__,
         "megatron-core": megatron_version(),
@@ -40,10 +40,10 @@ def running_versions() -> dict[str, str]:
 
 
 def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: bool) -> RunTelemetry:
-    """This rank's. `goes_on`: it takes the place of a rank that had left.
+    """Return this rank's telemetry. `goes_on`: whether this process replaces a failed rank.
 
-    Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened, and
-    open_telemetry.OpenTelemetryError where that is wanted and cannot be done.
+    Raises prometheus.PrometheusError if a requested endpoint cannot be opened, and open_telemetry.OpenTelemetryError if
+    its export is requested but not possible.
     """
     layout = job.layout
     settings = TelemetrySettings(
@@ -80,7 +80,7 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
 
 
 def _hosts_of(layout: JobLayout, stage: int) -> str:
-    """Hosts of a stage in this rank's replica; of many, the first ones and how many more there are."""
+    """Return the hosts of a stage in this rank's replica; of many, the first ones and the number of others."""
     cell = layout.cells[layout.cell._replace(stage=stage)]
     hosts = list(dict.fromkeys(layout.workers[rank].host for rank in cell))
     more = f" +{len(hosts) - MOST_HOSTS}" if len(hosts) > MOST_HOSTS else ""
@@ -88,7 +88,7 @@ def _hosts_of(layout: JobLayout, stage: int) -> str:
 
 
 def arrival_records(stage: int, received: Sequence[MessageTimes]) -> list[ArrivalRecord]:
-    """Return when messages reached `stage`, for its trace."""
+    """Return the arrival times of messages at `stage`, for its trace."""
     return [
         ArrivalRecord(
             entry.key.iteration,
@@ -104,7 +104,7 @@ def arrival_records(stage: int, received: Sequence[MessageTimes]) -> list[Arriva
 
 
 def rank_figures(transport: Transport, report: IterationReport, plan_number: int, seconds: float) -> RankFigures:
-    """Figures of a training iteration that took `seconds`, for TensorBoard and Prometheus."""
+    """Return the figures of a training iteration that took `seconds`, for TensorBoard and Prometheus."""
     links = _paths(transport).values()
     by_path = {
         "device": sum(link.sent_by_device for link in links),
@@ -119,8 +119,10 @@ def rank_figures(transport: Transport, report: IterationReport, plan_number: int
 
 
 def path_states(transport: Transport, ranks: Sequence[int]) -> tuple[dict[int, PathState], int | None]:
-    """Return what links with two paths do between `ranks`, the pipeline's, by the peer's stage; and how often the
-    delegate was started, where there is one."""
+    """Return the state of links with two paths, by the peer's stage, and how often the delegate was started, if any.
+
+    `ranks`: of the pipeline.
+    """
     states = {
         ranks.index(peer): PathState(link.path.value, link.switches, link.sessions_lost)
         for peer, link in _paths(transport).items()

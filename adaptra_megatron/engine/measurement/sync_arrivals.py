@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand in what one rank measures of an iteration to find the replica that comes last."""
+"""Report one rank's arrival times at gradient synchronisation, by which the last replica is found."""
 
 from __future__ import annotations
 
@@ -48,12 +48,11 @@ class SyncArrivals:
         self._pending: deque[_Pending] = deque(maxlen=_MOST_PENDING)
 
     def take(self) -> IterationWaits | None:
-        """Return what this iteration, which has been launched, waited for; to be given to `add` once that has
-        happened."""
+        """Return the waits of this iteration, which has been launched. Pass them to `add` once it has run."""
         return self._waits.take()
 
     def add(self, iteration: int, seconds: float, waits: IterationWaits | None, computed_s: float | None) -> None:
-        """A training iteration is over. `computed_s`: in forwards and backwards; None: all but waiting."""
+        """Report a training iteration. `computed_s`: time in forwards and backwards; None: all time except waits."""
         self._watch.lasts(seconds)
         if waits is not None:
             self._pending.append(_Pending(iteration, seconds, computed_s, waits))
@@ -70,7 +69,7 @@ class SyncArrivals:
 
 
 def moments_of(device: torch.device) -> Moments:
-    """Return those of the device on which gradients are computed."""
+    """Return the timer of the device on which gradients are computed."""
     if device.type != "cuda":
         return ClockMoments()
     return StreamMoments(
@@ -80,7 +79,7 @@ def moments_of(device: torch.device) -> Moments:
 
 
 def arrivals_of(job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits) -> SyncArrivals:
-    """Return the arrivals of this rank, and have its `waits` measured from now on if they are wanted."""
+    """Return this rank's arrivals, and begin to measure `waits` if they are needed."""
     layout = job.layout
     ranks = [layout.reporter(cell) for cell in layout.cells]
     watch = StragglerWatch(
@@ -93,7 +92,7 @@ def arrivals_of(job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits:
 
 
 class MonitoredIterations(IterationHooks):
-    """A pipeline's iterations, of which each training iteration is handed in."""
+    """Reports each training iteration of a pipeline."""
 
     def __init__(self, pipeline: Pipeline, arrivals: SyncArrivals) -> None:
         super().__init__(pipeline)
@@ -117,7 +116,7 @@ class MonitoredIterations(IterationHooks):
 
 
 class MonitoredStock(StockHooks):
-    """Iterations of stock's schedule, which are handed in."""
+    """Reports each iteration of stock's schedule."""
 
     def __init__(self, arrivals: SyncArrivals) -> None:
         self._arrivals = arrivals

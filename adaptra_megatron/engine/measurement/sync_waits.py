@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how long this rank waits in gradient synchronisation, and for data, in each training iteration.
+"""Measure how long this rank waits for gradient synchronisation and for data in each training iteration.
 
-On a CPU, Megatron's `finish_grad_sync` returns when the sums are there: the clock says it all. On a GPU it returns once
-the current stream has been told to wait for NCCL's (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
-WorkNCCL::synchronizeStream), or has the reduction on it. So events on that stream are compared: the first is reached
-when this rank's gradients are computed, the second when the reduction's result is there.
+On a CPU, Megatron's `finish_grad_sync` returns once the sums are complete, so the host's clock suffices. On a GPU it
+returns once the current stream waits for NCCL's (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
+WorkNCCL::synchronizeStream), or has the reduction in its queue. So two events on the current stream are compared: the
+first is reached when this rank's gradients are computed, the second when the result of the reduction is there.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ _Pair = tuple[Any, Any]
 
 
 class Moments(Protocol):
-    """Marks moments where gradients are computed."""
+    """Marks times on the device that computes gradients."""
 
     def can_mark(self) -> bool:
-        """Return whether a mark made now would be one of this iteration."""
+        """Return whether a mark made now belongs to this iteration."""
 
     def mark(self) -> Any:
         """Return a mark of the present moment, without waiting."""
 
     def seconds(self, pairs: Iterable[_Pair]) -> float | None:
-        """Seconds between the marks of all pairs together, which are not used again; None: not all are reached yet."""
+        """Return the sum of seconds between the marks of all pairs; None if not all are reached. Marks are not used
+        again.
+        """
 
 
 class ClockMoments:
-    """Time stamps in computation that blocks the thread, as on a CPU: those of the host's clock."""
+    """Marks by the host's clock, for computation that blocks the thread, as on a CPU."""
 
     mark = staticmethod(time.monotonic)
 
@@ -44,7 +46,7 @@ class ClockMoments:
 
 
 class StreamMoments:
-    """Marks in the current stream of a GPU, by events that are made once and used again."""
+    """Marks by reused events in the current stream of a GPU."""
 
     def __init__(self, new_event: Callable[[], Any], captures: Callable[[], bool]) -> None:
         """`new_event`: as torch.cuda.Event with `enable_timing`. `captures`: whether a CUDA graph is being captured."""
@@ -77,12 +79,12 @@ class IterationWaits(NamedTuple):
     data_s: float
 
     def synced_s(self) -> float | None:
-        """Seconds in gradient synchronisation; None: the GPU has not come to its end yet."""
+        """Return the seconds in gradient synchronisation; None while the GPU has not finished it."""
         return self.moments.seconds(self.pairs)
 
 
 class SyncWaits:
-    """One process's, of all chunks. For the training thread; measures nothing until it is `wanted`."""
+    """Waits of one process, over all chunks. For the training thread; measures nothing before `want`."""
 
     def __init__(self) -> None:
         self._moments: Moments | None = None
@@ -90,7 +92,7 @@ class SyncWaits:
         self._data_s = 0.0
 
     def want(self, moments: Moments) -> None:
-        """Measure from now on; `take` is called after each iteration."""
+        """Measure from now on. Call `take` after each iteration."""
         self._moments = moments
 
     def synchronize(self, finish: Callable[[], Result]) -> Result:
@@ -113,7 +115,7 @@ class SyncWaits:
             self._data_s += time.monotonic() - begun_s
 
     def take(self) -> IterationWaits | None:
-        """Return what has been since the call before; None where no gradients were synchronised."""
+        """Return the waits since the previous call; None if no gradients were synchronised."""
         pairs, data_s = tuple(self._pairs), self._data_s
         self._pairs, self._data_s = [], 0.0
         return IterationWaits(self._moments, pairs, data_s) if pairs and self._moments is not None else None

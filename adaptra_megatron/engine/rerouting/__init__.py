@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches of one replica at another replica's cells: their data, random numbers and losses."""
+"""Compute micro-batches of one replica at another replica's cells: their data, random numbers and losses."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of a micro-batch at whichever cell of its stage it is computed.
+"""Provide the data of a micro-batch at any cell of its stage.
 
-A replica's own iterator yields its micro-batches in order. Those that are computed elsewhere are skipped here, and
-those of another replica come from its share of the samples, which Megatron-LM's samplers (megatron/training/datasets/
-data_samplers.py: MegatronPretrainingSampler) can say on any rank.
+A replica's own iterator yields its micro-batches in order. Those that are computed elsewhere are skipped here. Those of
+another replica come from its share of the samples, which Megatron-LM's samplers (megatron/training/datasets/
+data_samplers.py: MegatronPretrainingSampler) can compute on any rank.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from adaptra_megatron.elastic.failure_errors import of_script, owned
 
 
 class MicroBatchSource(NamedTuple):
-    """Source of any replica's micro-batches, by the replica and their number, counted over the training."""
+    """Source of any replica's micro-batches, by replica and number since the training began."""
 
     micro_batch: Callable[[int, int], Any]
-    """What the replica's iterator yields."""
+    """Returns the data that the replica's iterator yields."""
     length: Callable[[int, int], float] | None = None
-    """What computing it takes, in a unit of its own; None: that is not known."""
+    """Returns the cost of computing it, in a unit of its own; None if costs are unknown."""
 
 
 class Home(NamedTuple):
-    """Replica and number that a micro-batch belongs to."""
+    """Replica and number of a micro-batch."""
 
     replica: int
     number: int
-    """Within its iteration."""
+    """Number within its iteration."""
 
 
 class MicroBatchFeed(Iterator[Any]):
-    """Stands in for the data iterator of one model chunk: yields the micro-batch that is about to be computed."""
+    """Data iterator of one model chunk that yields the micro-batch selected for computation."""
 
     def __init__(self, own: Iterator[Any], replica: int) -> None:
-        """`own`: what the training script handed in. `replica`: of this cell."""
+        """`own`: iterator of the training script. `replica`: of this cell."""
         self.own, self._replica = own, replica
         self._source = source_of(own)
         self._first = self._next = 0
@@ -52,19 +52,21 @@ class MicroBatchFeed(Iterator[Any]):
 
     @property
     def routable(self) -> bool:
-        """Return whether other replicas' micro-batches can be had here."""
+        """Return whether other replicas' micro-batches are available here."""
         return self._source is not None
 
     def lengths(self, replicas: int, micro_batches: int) -> list[list[float]] | None:
-        """Return what the micro-batches of this iteration take, [replica][number]; None: that is not known."""
+        """Return the costs of this iteration's micro-batches, [replica][number]; None if unknown."""
         if self._source is None or (length := self._source.length) is None:
             return None
         numbers = range(self._first, self._first + micro_batches)
         return [[length(replica, number) for number in numbers] for replica in range(replicas)]
 
     def begin_iteration(self, own: Iterator[Any], *, repeated: bool) -> None:
-        """An iteration begins; `own`: what the training script has handed in for it. `repeated`: it is the one before
-        once more, and `own` yields the same again."""
+        """Begin an iteration. `own`: the training script's iterator for it.
+
+        `repeated`: whether it repeats the previous iteration, so that `own` yields the same data again.
+        """
         self.own = own
         if repeated:
             self._taken = self._taken_before
@@ -72,7 +74,7 @@ class MicroBatchFeed(Iterator[Any]):
             self._first, self._taken_before = self._next, self._taken
 
     def select(self, home: Home) -> None:
-        """The next one asked for is this one."""
+        """Select the micro-batch that is read next."""
         self._home = home
 
     def __next__(self) -> Any:
@@ -84,7 +86,7 @@ class MicroBatchFeed(Iterator[Any]):
         return self._source.micro_batch(self._home.replica, self._first + self._home.number)
 
     def end_iteration(self, micro_batches: int) -> None:
-        """All of the iteration's have been computed, here or elsewhere."""
+        """End the iteration: all of its micro-batches have been computed, here or elsewhere."""
         if self._reads:
             self._read_through(micro_batches - 1)
         self._next = self._first + micro_batches
@@ -99,9 +101,9 @@ class MicroBatchFeed(Iterator[Any]):
 
 
 def source_of(iterator: Any) -> MicroBatchSource | None:
-    """Return what any replica's iterator yields, as far as this one can say; None where it cannot.
+    """Return the source of all replicas' micro-batches behind `iterator`; None if there is none.
 
-    Known are adaptra_megatron.routable_data, and iterators of torch's DataLoader over a sequential sampler of
+    Supported are adaptra_megatron.routable_data, and iterators of torch's DataLoader over a sequential sampler of
     Megatron's; also within Megatron's RerunDataIterator.
     """
     while iterator is not None:
@@ -116,14 +118,16 @@ def source_of(iterator: Any) -> MicroBatchSource | None:
 
 
 def _is_sequential(sampler: Any) -> bool:
-    """Return whether `SampledShares` can tell what a sampler yields: the shuffling one says no start and end."""
+    """Return whether `SampledShares` can compute a sampler's samples. The shuffling sampler has no start and end to
+    read.
+    """
     if not hasattr(sampler, "get_start_end_idx") or not hasattr(sampler, "micro_batch_times_data_parallel_size"):
         return False
     return next(iter(sampler), None) == _samples(sampler, sampler.data_parallel_rank, 0)
 
 
 def _samples(sampler: Any, replica: int, number: int) -> list[int]:
-    """Return those of a replica's micro-batch: each global batch of samples is split among all replicas."""
+    """Return the sample indices of a replica's micro-batch: each global batch is split among all replicas."""
     sampler = copy.copy(sampler)
     sampler.data_parallel_rank = replica
     start, end = sampler.get_start_end_idx()
@@ -132,12 +136,12 @@ def _samples(sampler: Any, replica: int, number: int) -> list[int]:
 
 
 class SampledShares:
-    """Other replicas' shares of the samples that a data loader reads, without workers: only what is routed is read."""
+    """Other replicas' shares of a data loader's samples. Reads without worker processes, only what is routed."""
 
     def __init__(self, sampler: Any, loader: Any) -> None:
-        """`loader`: torch's iterator of a DataLoader, for its data set and how it joins samples."""
+        """`loader`: torch's iterator of a DataLoader, for its data set and collate function."""
         self._sampler, self._dataset, self._collate = sampler, loader._dataset, loader._collate_fn
 
     def __call__(self, replica: int, number: int) -> Any:
-        """The `number`-th micro-batch of `replica`."""
+        """Return the `number`-th micro-batch of `replica`."""
         return self._collate([self._dataset[index] for index in _samples(self._sampler, replica, number)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of micro-batches between replicas, as one rank follows them."""
+"""Route micro-batches between replicas, as one rank follows the routes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ logger = logger_of(__name__)
 
 
 class DegradedRoutes:
-    """Routes of one rank in a generation. The lowest live rank plans training; evaluation follows from dead cells."""
+    """Routes of one rank in a generation with dead cells.
+
+    The lowest live rank plans training; routes of evaluation follow from the dead cells.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class DegradedRoutes:
         timeout_s: float,
         check: Callable[[], None],
     ) -> None:
-        """`check`: raises once the generation has ended, which is looked at in every wait."""
+        """`check`: called in every wait; raises once the generation has ended."""
         self._layout, self._generation, self._control = layout, generation, control
         self._timeout_s, self._check = timeout_s, check
         self.planned: RoutingSection | None = None
@@ -62,8 +65,10 @@ class DegradedRoutes:
         self._orders: dict[tuple[int, bool], CellOrder] = {}
 
     def order(self, costs: Costs, *, split: bool, forward_only: bool) -> CellOrder:
-        """Return what this rank's cell runs. `costs`: of a pipeline, as this rank has them; those of the lowest live
-        rank count. Raises LateRankError when that does not say within the timeout."""
+        """Return the order of this rank's cell. `costs`: of one pipeline; those of the lowest live rank count.
+
+        Raises LateRankError if that rank does not publish its order within the timeout.
+        """
         key = costs.micro_batches, forward_only
         if key not in self._orders:
             if forward_only:
@@ -108,10 +113,11 @@ class DegradedRoutes:
 
 
 def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: int, chunks: int = 1) -> CellOrder:
-    """Forwards alone, by number and replica at every cell: one order of all, so that no two cells wait for each other.
+    """Return the order of forwards at every cell, by number and replica: the same at all cells, so that none wait in a
+    circle.
 
-    Those of a dead cell go round its live peers. Of several chunks each runs as many numbers as there are stages before
-    the next one does, as in Megatron.
+    Micro-batches of a dead cell are dealt out to its live peers. With several chunks, as many numbers as there are
+    stages run before the next chunk does, as in Megatron.
     """
     own, stages = layout.cell, 1 + max(cell.stage for cell in layout.cells)
     routing = routing_around(dead, layout.replicas, stages, micro_batches)
@@ -139,9 +145,10 @@ def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: in
 
 
 def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> Program:
-    """Return what this rank's cell runs. Micro-batches have numbers of the job, replica by replica, and ends of
-    messages are global ranks. `schedule`: of a pipeline by itself, for its placement and the number of its
-    micro-batches."""
+    """Compile the order of this rank's cell. Micro-batches have job-wide numbers, messages global ranks.
+
+    `schedule`: of one pipeline, for its placement and number of micro-batches.
+    """
     actions = [
         Action(layout.cell.stage, Kind(each.kind), each.chunk, each.replica * schedule.micro_batches + each.micro_batch)
         for each in order.actions
@@ -172,7 +179,9 @@ def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> P
 
 
 def _message(message: OrderedMessage | None, action: CellAction, layout: JobLayout) -> OrderedMessage | None:
-    """`message` between stages as one between ranks: those of this rank's lane in the cells that the order names."""
+    """Convert `message` between stages to one between ranks: those of this rank's lane in the cells that `action`
+    names.
+    """
     if message is None:
         return None
     replicas = (action.source, layout.cell.replica), (layout.cell.replica, action.target)
@@ -187,7 +196,7 @@ def _message(message: OrderedMessage | None, action: CellAction, layout: JobLayo
 
 
 class ReroutedTraining(EngineFeature):
-    """Micro-batches that other replicas compute."""
+    """Lets replicas compute micro-batches of others."""
 
     def __init__(self, config: AdaptraConfig) -> None:
         super().__init__()
@@ -195,7 +204,7 @@ class ReroutedTraining(EngineFeature):
         self._reroutings: list[Rerouting] = []
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        """See EngineFeature. Raises TransportError where no links can be opened while the job runs."""
+        """See EngineFeature. Raises TransportError if links cannot be opened while the job runs."""
         config = self._config
         found = Rerouting(pipeline, swap=config.avoids_stragglers, evaluates=config.is_fault_tolerant)
         self._reroutings.append(found)
@@ -210,11 +219,13 @@ class ReroutedTraining(EngineFeature):
 
 
 class Rerouting(IterationHooks):
-    """One rank's. Links to other replicas' cells are opened when routes lead there, and closed after."""
+    """Routes of one rank. Opens links to other replicas' cells when routes need them, and closes them afterwards."""
 
     def __init__(self, pipeline: Pipeline, *, swap: bool, evaluates: bool) -> None:
-        """`swap`: see `RoutableInputs`. `evaluates`: whether evaluations are routed, too, around dead cells. Raises
-        TransportError where no links can be opened while the job runs."""
+        """`swap`: see `RoutableInputs`. `evaluates`: whether evaluations are routed around dead cells, too.
+
+        Raises TransportError if links cannot be opened while the job runs.
+        """
         super().__init__(pipeline)
         transport = pipeline.transport
         if not isinstance(transport, TwoPathTransport):
@@ -243,8 +254,10 @@ class Rerouting(IterationHooks):
         """How many were, so far."""
 
     def wrap_inputs(self, call: PipelineCall, inputs: Inputs) -> Inputs:
-        """See IterationHooks. The first time, collective over the job. Raises UnsupportedFeatureError where replicas
-        cannot take each other's micro-batches."""
+        """See IterationHooks. The first call is collective over the job.
+
+        Raises UnsupportedFeatureError if replicas cannot compute each other's micro-batches.
+        """
         if not self._routes(call):
             return inputs
         if self._inputs is None:
@@ -276,9 +289,11 @@ class Rerouting(IterationHooks):
         planner: PlannerClient | None,
         check: Callable[[], None],
     ) -> None:
-        """Go on with the cells that live in `generation`; all links begin anew. `control`: its part of the job's
-        store. `planner`: of its leader.
-        `check`: raises once it has ended."""
+        """Continue with the live cells of `generation`; all links start anew.
+
+        `control`: the generation's part of the job's store. `planner`: of its leader. `check`: raises once it has
+        ended.
+        """
         layout = self._job.layout
         self._two_paths.enter(control)
         for peer in list(self._two_paths.peers):
@@ -303,7 +318,7 @@ class Rerouting(IterationHooks):
 
     @property
     def moved_from_dead(self) -> tuple[Moved, ...]:
-        """Return the moves of the routes around dead cells, on the rank that has planned them; () elsewhere."""
+        """Return the moves of the routes around dead cells, on the rank that planned them; () elsewhere."""
         planned = None if self._degraded is None else self._degraded.planned
         return () if planned is None else planned.moved
 
@@ -386,14 +401,14 @@ class Rerouting(IterationHooks):
 
 
 def _pinned(inputs: RoutableInputs, call: PipelineCall) -> Sequence[int]:
-    """Stages whose micro-batches cannot be routed."""
+    """Return the stages whose micro-batches cannot be routed."""
     if receives_wait(call):
         return range(call.stages)
     return () if inputs.routable else (0, call.stages - 1)
 
 
 def _tell_limits(inputs: RoutableInputs, call: PipelineCall) -> None:
-    """What of routing there will be, to the log."""
+    """Log which stages cannot be routed."""
     if inputs.swaps:
         logger.info("--adaptra-reroute: whole micro-batches are swapped between replicas, by the lengths of their data")
     if receives_wait(call):
@@ -406,7 +421,7 @@ def _tell_limits(inputs: RoutableInputs, call: PipelineCall) -> None:
 
 
 def others(program: Program, layout: JobLayout, *, also_own: bool = False) -> set[int]:
-    """Ranks that `program` exchanges messages with: of other replicas, and with `also_own` of this one."""
+    """Return the ranks of other replicas that `program` exchanges messages with; with `also_own`, of all replicas."""
     messages = [message for step in program.steps for message in (step.receive, step.send) if message is not None]
     ends = {end for message in messages for end in (message.source, message.target)}
     return ends - ({layout.rank} if also_own else set(layout.pipeline))

@@ -37,16 +37,18 @@ _MOST_NBYTES = 1 << 16
 
 
 class _Form(NamedTuple):
-    """What all reports have alike."""
+    """Names, shapes and dtypes that all loss reports share."""
 
     names: list[str]
     shapes: list[list[int]]
     dtypes: list[str]
-    """As torch writes them."""
+    """dtypes as torch prints them."""
 
 
 def form_of(reports: Any) -> bytes | None:
-    """Names, shapes and dtypes of reports, for processes that have seen none; None where those are no such reports."""
+    """Return names, shapes and dtypes of reports, for processes without one; None if `reports` is no dictionary of
+    tensors.
+    """
     if not isinstance(reports, Mapping) or not all(isinstance(each, torch.Tensor) for each in reports.values()):
         return None
     values = reports.values()
@@ -54,7 +56,7 @@ def form_of(reports: Any) -> bytes | None:
 
 
 def reports_like(form: bytes, device: torch.device) -> Reports:
-    """Reports of that form, of no meaning. Raises ValueError for anything else."""
+    """Return uninitialised reports of a form. Raises ValueError for an invalid form."""
     names, shapes, dtypes = unpacked(form, _Form, _MOST_NBYTES)
     known = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     return {
@@ -71,11 +73,11 @@ def brought_home(
     like: Reports,
     add_up: Callable[[torch.Tensor], None],
 ) -> Sequence[Reports]:
-    """The reports of the micro-batches of `wanted` replicas in order, wherever they were computed.
+    """Return the reports of the micro-batches of `wanted` replicas in order, wherever they were computed.
 
-    `computed`: those of this cell. `like`: of any micro-batch, for names, shapes and dtypes. `add_up`: sums a float64
-    tensor [replicas, micro_batches, numbers] over the cells of the last stage, in place; each entry is one cell's and
-    0 elsewhere, so that sums are what was computed, to the bit.
+    `computed`: reports of this cell. `like`: any report, for names, shapes and dtypes. `add_up`: sums a float64 tensor
+    [replicas, micro_batches, numbers] over the cells of the last stage, in place. Each entry is set by one cell and 0
+    elsewhere, so the sums equal the reports to the bit.
     """
     shapes = {name: value.shape for name, value in like.items()}
     numbers = torch.zeros(replicas, micro_batches, sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
@@ -95,8 +97,7 @@ def _unpacked(row: torch.Tensor, like: Reports) -> dict[str, Any]:
 
 
 class RoutableInputs:
-    """One rank's, for the life of the job; asked in training iterations, routed or not, and in evaluation where ranks
-    can fail without ending the job."""
+    """Inputs and losses of one rank, for the life of the job. Used in training, and in evaluation if ranks may fail."""
 
     def __init__(
         self,
@@ -109,12 +110,12 @@ class RoutableInputs:
         joins: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Called by all ranks of the job with their first training iteration. `swap`: whether whole micro-batches are
-        swapped between replicas where their lengths are known. `joins`: the others have begun before. `check`: raises
-        once a rank has died.
+        """All ranks of the job construct this with their first training iteration.
 
-        Raises UnsupportedFeatureError where replicas cannot take each other's micro-batches, or ranks have other
-        lengths of them, RuntimeError when replica 0 does not come in time.
+        `swap`: whether whole micro-batches are swapped between replicas if their lengths are known. `joins`: whether
+        this process is rejoining. `check`: raises once a rank has failed. Raises UnsupportedFeatureError if replicas
+        cannot compute each other's micro-batches, or ranks disagree on lengths; RuntimeError if replica 0 does not come
+        in time.
         """
         _refuse(call, layout)
         self._layout, self._control, self._timeout_s = layout, control, timeout_s
@@ -129,11 +130,11 @@ class RoutableInputs:
         self._reported: tuple[int, ...] = (replica,)
         lengths = self._lengths() if swap else None
         self.swaps = lengths is not None
-        """True where lengths are known, by which whole micro-batches are swapped between replicas."""
+        """True if lengths are known, so that whole micro-batches are swapped between replicas."""
         self.swapped = 0
-        """How many of other replicas this one has taken so, over all iterations."""
+        """Number of other replicas' micro-batches that this one has computed by swaps."""
         self._instead: list[Home] | None = None
-        """Which micro-batch is computed in place of each, replica by replica; None: all are computed as themselves."""
+        """Micro-batch computed in place of each one, replica by replica; None if nothing is swapped."""
         if not joins:
             self._check_agreed(lengths)
         if receives_wait(call) and not self.swaps:
@@ -143,7 +144,7 @@ class RoutableInputs:
                 "with `length`, by which whole micro-batches are swapped instead, or drop one of the two"
             )
         self._losses_of: list[Home] = []
-        """The micro-batches whose losses were computed here, in that order."""
+        """Micro-batches whose losses were computed here, in order."""
         self._like: Any = None
         """The report of any loss function."""
         self._check, self._says_form = check, True
@@ -153,7 +154,7 @@ class RoutableInputs:
 
     @property
     def routable(self) -> bool:
-        """Return whether this rank can have other replicas' data, where its stage needs any."""
+        """Return whether other replicas' data are available to this rank, if its stage reads data."""
         return all(feed is None or feed.routable for feed in self._feeds)
 
     def begin(
@@ -165,10 +166,10 @@ class RoutableInputs:
         slowness: Sequence[float] = (),
         dead: frozenset[Cell] = frozenset(),
     ) -> None:
-        """An attempt at an iteration begins. `routed`: its micro-batches have numbers of the job. `slowness`: of
-        replicas; empty: they are alike. `dead`: cells that take no part. All are the same on all ranks.
+        """Begin an attempt at an iteration. All arguments are the same on all ranks.
 
-        Raises UnsupportedFeatureError where cells are dead whose data cannot be had here.
+        `routed`: whether micro-batches have job-wide numbers. `slowness`: of each replica; empty: all are alike.
+        `dead`: cells that get no work. Raises UnsupportedFeatureError if dead cells' data are not available here.
         """
         repeated = not call.forward_only and repeats_iteration()
         self._iteration = self._iteration if repeated else iteration
@@ -192,7 +193,7 @@ class RoutableInputs:
             self._swap(slowness)
 
     def __call__(self, chunk: int, micro_batch: int) -> Input:
-        """Return what the forward of `micro_batch`, which is next, gets."""
+        """Return the input of the next forward, of `micro_batch`."""
         home = Home(self._layout.cell.replica, micro_batch)
         if self._routed:
             home = Home(*divmod(micro_batch, self._micro_batches))
@@ -207,9 +208,12 @@ class RoutableInputs:
         return Input(feed, home.number)
 
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
-        """What the training script gets of `losses`, those computed here: this replica's, and those of replicas whose
-        cell of the last stage is dead and whose losses this one reports. `losses_moved`: whether any route led to
-        another replica's cell of the last stage. Raises LateRankError when one of them does not come."""
+        """Return the losses for the training script, from the `losses` computed here and elsewhere.
+
+        They are those of this replica, and of replicas whose last stage is dead if this rank reports for them.
+        `losses_moved`: whether any route led to another replica's cell of the last stage. Raises LateRankError if one
+        of the losses is missing.
+        """
         if self._layout.cell.stage != self._last_place.stage:
             return losses
         self._like = losses[0] if losses else self._like
@@ -224,8 +228,10 @@ class RoutableInputs:
         )
 
     def _share_form(self, form: bytes | None) -> None:
-        """Say what reports look like; where that is not known here, wait until a cell that has computed some says it.
-        Raises LateRankError where none does, and as `check`."""
+        """Publish the form of reports; if it is unknown here, wait until a cell of the last stage publishes it.
+
+        Raises LateRankError if none does, and as `check`.
+        """
         with self._control.lent("reports", self._timeout_s) as store:
             try:
                 form = said_by_one(store, "form", form, self._timeout_s, self._check)
@@ -238,13 +244,13 @@ class RoutableInputs:
         self._like = self._like or reports_like(form, current_device())
 
     def ended(self) -> None:
-        """The iteration will not be attempted again: its micro-batches are given up."""
+        """Release the iteration's micro-batches, since it will not be attempted again."""
         for feed in self._feeds:
             if feed is not None:
                 feed.end_iteration(self._micro_batches)
 
     def _feeds_of(self, call: PipelineCall) -> list[MicroBatchFeed | None]:
-        """Return where each chunk's data come from. Iterators of evaluations may be new ones."""
+        """Return the data feed of each chunk. Evaluations may have new iterators."""
         found = self._all_feeds.get(call.forward_only)
         if found is None or (call.forward_only and _owners(found) != list(map(id, call.data_iterators))):
             replica = self._layout.cell.replica
@@ -253,7 +259,9 @@ class RoutableInputs:
         return found
 
     def _reported_replicas(self, dead: frozenset[Cell]) -> tuple[int, ...]:
-        """Return the replicas whose losses this rank returns to Megatron: on the lowest live one failed ones', too."""
+        """Return the replicas whose losses this rank returns: its own; on the lowest live one, also those of failed
+        cells.
+        """
         replica, last = self._layout.cell.replica, self._last_place.stage
         replicas = range(self._layout.replicas)
         orphans = [each for each in replicas if Cell(each, last) in dead]
@@ -265,7 +273,10 @@ class RoutableInputs:
         return None if feed is None else feed.lengths(self._layout.replicas, self._micro_batches)
 
     def _check_agreed(self, lengths: list[list[float]] | None) -> None:
-        """Micro-batches swapped on some ranks alone would mix inputs of some with labels of others."""
+        """Raise UnsupportedFeatureError unless all ranks know the same lengths.
+
+        If only some ranks swapped micro-batches, inputs of some would meet labels of others.
+        """
         layout, mine = self._layout, hashlib.blake2b(repr(lengths).encode(), digest_size=16).digest()
         store = self._control.client("lengths")
         store.set_timeout(timedelta(seconds=self._timeout_s))
@@ -280,7 +291,7 @@ class RoutableInputs:
             )
 
     def _swap(self, slowness: Sequence[float]) -> None:
-        """Deal the iteration's micro-batches out to the replicas, the same way on every rank."""
+        """Assign the iteration's micro-batches to replicas, the same way on every rank."""
         self._instead, count, replica = None, self._micro_batches, self._layout.cell.replica
         if not self.swaps or (lengths := self._lengths()) is None:
             return
