@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relate the monotonic clocks of the job's hosts, at the start and while it runs, so that one-way times make sense.
+"""Relate the monotonic clocks of the job's hosts, at start-up and during the training, to compare times across hosts.
 
-The first stage of each pipeline answers with its clock; the ranks of its pipeline on other hosts ask it every few
-seconds, over a TCP connection that begins with the job's handshake. Without an answer, the latest relation is kept
-and its drift trusted, the log says so once, and the rank tries again: no training waits for any of this.
+The first stage of each pipeline runs a clock server. The ranks of its pipeline on other hosts query it every few
+seconds, over a TCP connection that begins with the job's handshake. If it does not answer, a rank keeps the latest
+offset and drift, logs that once, and tries again. No training waits for any of this.
 
-How one clock relates to another, from messages between the two, and how far off that can be. Pure.
-A message that a remote clock stamps bounds the offset from one side each way, for none arrives before it was sent:
-with offset = remote - local, the request gives offset <= received - sent, the answer offset >= sent - received.
-Each round of messages is an interval for the offset, as wide as its fastest request and its fastest answer take
-together. Rounds of some time ago count too, shifted by the drift that a linear fit tells, and widened by how far
-off that can be.
+A message stamped by the remote clock bounds the offset from one side, because none arrives before it is sent. With
+offset = remote - local, a request gives offset <= received - sent, its answer offset >= sent - received. A round of
+messages gives an interval for the offset, as wide as the fastest request and the fastest answer take together. Earlier
+rounds count, too: shifted by the drift that a linear fit gives, and widened by the error of that drift.
 
-Ranks meet in pairs, and only those whose clocks differ: each with the first stage of its pipeline, and one first stage
-of each host with the job's. How clocks stay related while the job runs: clock_service.
+At start-up, ranks meet in pairs, and only pairs with different clocks: each rank with the first stage of its pipeline,
+and one first stage of each host with the job's first.
 """
 
 from __future__ import annotations
@@ -55,14 +53,16 @@ from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup.host_placement import listen_tcp, listening_host
 
 MAX_DRIFT = 500e-6
-"""Fastest drift of two clocks, in seconds per second: what NTP may steer a clock by; crystals differ by a tenth."""
+"""Fastest drift of two clocks, in seconds per second: the most that NTP steers a clock by; crystals differ by a tenth.
+"""
 WANDER = 1e-6
-"""How far a drift strays from the mean over the rounds that are kept, as temperatures change."""
+"""Largest difference between a drift and its mean over the kept rounds, as temperatures change."""
 KEPT_ROUNDS = 32
 
 
 class Stamps(NamedTuple):
-    """One request and its answer. The outer two are seconds of the local clock, the inner two of the remote one."""
+    """Times of one request and its answer, in seconds: the outer two on the local clock, the inner two on the remote
+    one."""
 
     sent_s: float
     received_s: float
@@ -71,14 +71,14 @@ class Stamps(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Result of a few exchanges in a row."""
+    """Bounds on the offset from a few exchanges in a row."""
 
     at_s: float
-    """Local."""
+    """Local time."""
     lower_s: float
-    """Seconds to add to the local clock to get the remote one are at least these,"""
+    """Lower bound of the seconds to add to the local clock to get the remote one."""
     upper_s: float
-    """and at most these."""
+    """Upper bound of the same."""
 
     @property
     def middle_s(self) -> float:
@@ -86,34 +86,34 @@ class Round(NamedTuple):
 
     @property
     def half_s(self) -> float:
-        """Half of what the fastest request and the fastest answer took together."""
+        """Half the time that the fastest request and the fastest answer took together."""
         return (self.upper_s - self.lower_s) / 2
 
 
 class ClockLine(NamedTuple):
-    """Offset of a remote clock as a function of local time."""
+    """Offset of a remote clock as a linear function of local time."""
 
     at_s: float
     offset_s: float
-    """At `at_s`: seconds to add to the local clock."""
+    """Seconds to add to the local clock at `at_s`."""
     drift: float
     """Change of the offset per second."""
     half_s: float
-    """The offset at `at_s` is off by no more than this."""
+    """Largest error of the offset at `at_s`."""
     rate: float
-    """Nor, for each second since or before, by this much more."""
+    """Growth of that error, per second before or after `at_s`."""
 
     def offset_at(self, local_s: float) -> float:
-        """Seconds to add to `local_s`."""
+        """Return the seconds to add to `local_s`."""
         return self.offset_s + self.drift * (local_s - self.at_s)
 
     def error_at(self, local_s: float) -> float:
-        """By how much `offset_at` can be off, for clocks whose drift keeps to MAX_DRIFT and WANDER."""
+        """Return the largest error of `offset_at`, for clocks whose drift keeps to MAX_DRIFT and WANDER."""
         return self.half_s + self.rate * abs(local_s - self.at_s)
 
 
 def round_of(exchanges: Iterable[Stamps]) -> Round:
-    """The round of a few exchanges (at least one) that follow each other at once."""
+    """Return the bounds that consecutive exchanges (at least one) give."""
     stamps = list(exchanges)
     upper_s = min(entry.received_s - entry.sent_s for entry in stamps)
     lower_s = max(entry.answered_s - entry.back_s for entry in stamps)
@@ -121,21 +121,22 @@ def round_of(exchanges: Iterable[Stamps]) -> Round:
 
 
 class ClockFit:
-    """Takes in rounds and tells the line through them. A clock that jumps makes earlier rounds forgotten."""
+    """Fits a line to rounds of exchanges. If a clock jumps, earlier rounds are dropped."""
 
     def __init__(self) -> None:
         self._rounds: deque[Round] = deque(maxlen=KEPT_ROUNDS)
 
     def add(self, entry: Round) -> ClockLine:
-        """Take in a round, later than all before, and tell the line at its time."""
+        """Add a round, later than all before, and return the line at its time."""
         self._rounds.append(entry)
+        # At the latest, the round itself is left, which agrees with itself.
         while (line := _line(self._rounds)) is None:
             self._rounds.popleft()  # at the latest, the round itself is left, and agrees with itself
         return line
 
 
 def _line(rounds: Sequence[Round]) -> ClockLine | None:
-    """None if the rounds contradict each other; one alone does not."""
+    """Return the line through the rounds; None if they contradict each other, which one alone does not."""
     latest = rounds[-1]
     drift, rate = _drift(rounds)
     lower_s, upper_s = float("-inf"), float("inf")
@@ -149,9 +150,9 @@ def _line(rounds: Sequence[Round]) -> ClockLine | None:
 
 
 def _drift(rounds: Sequence[Round]) -> tuple[float, float]:
-    """Least squares, weighted by how narrow rounds are; and how far off it can be.
+    """Return the drift by least squares, weighted by the width of the rounds, and its largest error.
 
-    That is each round's weight in the slope times how far off its middle can be, so it shrinks as time goes by.
+    The error sums, over the rounds, weight in the slope times half the width. It shrinks as rounds span more time.
     """
     weights = [1.0 / max(entry.half_s, 1e-9) ** 2 for entry in rounds]
     total = sum(weights)
@@ -165,7 +166,7 @@ def _drift(rounds: Sequence[Round]) -> tuple[float, float]:
         slope += share * (entry.middle_s - rounds[0].middle_s)
         off += abs(share) * entry.half_s
     rate = WANDER + off
-    # A fit that tells less than what is known of any clock is none.
+    # A fit less precise than the general bound on drifts is of no use.
     return (0.0, MAX_DRIFT) if rate + abs(slope) >= MAX_DRIFT else (slope, rate)
 
 
@@ -173,25 +174,25 @@ logger = logger_of(__name__)
 
 INTERVAL_S = 10.0
 EXCHANGES = 8
-"""In a row: the fastest ones count."""
+"""Exchanges per round; the fastest ones count."""
 _ANSWER_S = 2.0
 """Longest wait for an answer, a connection or a handshake."""
 _REST_S = (1.0, 60.0)
-"""After a failure, twice as long each time."""
+"""Pauses after failures: the first and the longest; each is twice the one before."""
 _ASKED = b"clock?\0\0"
 _ANSWER = struct.Struct("<dd")
 _PURPOSE = Purpose(b"adaptra: a clock", 0, 0, bytes(SESSION_NBYTES), 0, 1)
-"""No pipeline's name, which is random: who wants a link is at the wrong door here, and the other way round."""
+"""Fixed, whereas names of pipelines are random: a connection for a link is refused here, and the other way round."""
 
 Clock = Callable[[], float]
 Address = tuple[str, int]
 
 
 class ClockServer:
-    """Answers every peer that knows the job's secret with this rank's clock."""
+    """Answers each peer that knows the job's secret with the time of this rank's clock."""
 
     def __init__(self, listener: socket.socket, secret: bytes, clock: Clock = time.monotonic) -> None:
-        """`listener`: a listening socket, which the server owns from now on."""
+        """Start the thread. `listener`: a listening socket, owned by the server from now on."""
         self._listener, self._secret, self._clock = listener, secret, clock
         self._loop = asyncio.new_event_loop()
         self._work = self._loop.create_task(self._serve())
@@ -199,7 +200,7 @@ class ClockServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and all connections. Safe to call twice."""
+        """End the thread and all connections. May be called twice."""
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._work.cancel)
         self._thread.join(_ANSWER_S)
@@ -225,7 +226,7 @@ class ClockServer:
             await asyncio.gather(*others, return_exceptions=True)
 
     async def _answer(self, purpose: Purpose, connection: socket.socket) -> None:
-        """Answer requests until the connection ends. Raises HandshakeError for a connection of another purpose."""
+        """Answer requests until the connection ends. Raises HandshakeError if it has another purpose."""
         if purpose != _PURPOSE:
             raise HandshakeError(HandshakeRefusal.MISDIRECTED, "this is a clock")
         loop = asyncio.get_running_loop()
@@ -249,7 +250,7 @@ class ClockFollower:
         clock: Clock = time.monotonic,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """`beginning`: the relation until the first answers. `name`: of this rank, for the log."""
+        """Start the thread. `beginning`: the relation until the first answer. `name`: this rank, for the log."""
         self._address, self._secret = address, secret
         self._name, self._clock, self._interval_s = name, clock, interval_s
         self._fit = ClockFit()
@@ -264,11 +265,11 @@ class ClockFollower:
 
     @property
     def connected(self) -> bool:
-        """Return whether a connection was accepted so far, proven or not."""
+        """Return whether the server has ever accepted a TCP connection, with or without a handshake."""
         return self._connection is not None
 
     def close(self) -> None:
-        """End the thread and the connection. Safe to call twice."""
+        """End the thread and the connection. May be called twice."""
         self._closing.set()
         if (connection := self._connection) is not None:
             with contextlib.suppress(OSError):  # it has ended by itself
@@ -327,7 +328,7 @@ class ClockFollower:
 
 
 class RelatedClock:
-    """This rank's clock as related to its pipeline's, and what keeps it so."""
+    """This rank's clock, with its offset to the clocks of its pipeline and of the job."""
 
     def __init__(
         self,
@@ -337,26 +338,26 @@ class RelatedClock:
         server: ClockServer | None = None,
         follower: ClockFollower | None = None,
     ) -> None:
-        """`offset_s`: the relation where nothing keeps it. `to_job_s`: what leads from the pipeline's clock to the
-        job's. `server`, `follower`: this rank's, closed with this."""
+        """Set up. `offset_s`: the offset to the pipeline's clock if there is no follower. `to_job_s`: the offset from
+        the pipeline's clock to the job's. `server`, `follower`: this rank's, closed with this."""
         self._offset_s, self._to_job_s = offset_s, to_job_s
         self._server, self._follower = server, follower
 
     @property
     def first_offset_s(self) -> float:
-        """Seconds to add to this rank's monotonic clock to get the job's, as they were first related."""
+        """Seconds to add to this rank's monotonic clock to get the job's, as measured at start-up."""
         return self._offset_s + self._to_job_s
 
     def offset_at(self, local_s: float) -> float:
-        """Seconds to add to `local_s`, a moment of this rank's monotonic clock, to get the pipeline's."""
+        """Return the seconds to add to `local_s`, a time of this rank's monotonic clock, to get the pipeline's."""
         return self._offset_s if self._follower is None else self._follower.line.offset_at(local_s)
 
     def drifted(self, local_s: float) -> float | None:
-        """Seconds to add to `local_s` to get the job's clock, where they change over time; None where they do not."""
+        """Return the seconds to add to `local_s` to get the job's clock; None if they never change."""
         return None if self._follower is None else self.offset_at(local_s) + self._to_job_s
 
     def close(self) -> None:
-        """End what keeps the relation. Safe to call twice."""
+        """Close server and follower. May be called twice."""
         if self._follower is not None:
             self._follower.close()
         if self._server is not None:
@@ -369,38 +370,39 @@ _MOST_NBYTES = 1 << 10
 
 @dataclass(frozen=True)
 class ClockSettings:
-    """Settings of the clock servers, which relate the clocks of different hosts."""
+    """Settings of the clock servers."""
 
     interface: str | None = None
     """Network interface that the server listens on; None: torch.distributed's, or the one that leads to the master."""
     bind: str | None = None
     """Address that the server listens on; overrides `interface`."""
     port_range: PortRange | None = None
-    """TCP ports that the server may listen on; None: any that is free."""
+    """TCP ports that the server may listen on; None: any free one."""
     interval_s: float = INTERVAL_S
 
 
 class _FirstStage(NamedTuple):
-    """Entry of a pipeline's first stage in the job's store: its clock, and where its server listens."""
+    """Entry of a pipeline's first stage in the job's store: its clock, and the address of its server."""
 
     to_job_s: float
-    """Seconds from this stage's clock to the job's: add it."""
+    """Seconds to add to this stage's clock to get the job's."""
     address: Address | None
-    """Address of the clock server; None where there is no server."""
+    """Address of the clock server; None if there is none."""
 
 
 def now_s() -> float:
-    """This rank's monotonic clock, in seconds: the one that is related to other hosts'."""
+    """Return the time of this rank's monotonic clock in seconds, the one that is related to other hosts' clocks."""
     return time.monotonic()
 
 
 def relate_clocks(
     control: ControlStore, layout: JobLayout, timeout_s: float, settings: ClockSettings | None = None
 ) -> RelatedClock:
-    """This rank's clock as related to that of its pipeline's first stage, by which links are timed, and to the job's:
-    that of the first of all first stages. Called by all ranks of the job; each waits for those alone that it needs.
+    """Return this rank's clock, related to its pipeline's (the first stage's) and to the job's (the first of all first
+    stages').
 
-    Raises RuntimeError when one of these does not come within the timeout.
+    All ranks of the job call it; each waits only for the ranks that it needs. Links are timed on the pipeline's clock.
+    Raises RuntimeError if one of those ranks does not come within the timeout.
     """
     if layout.share_clock(layout.workers):
         return RelatedClock(0.0)
@@ -443,7 +445,8 @@ class _Relating:
         return RelatedClock(0.0, to_job_s, server=server)
 
     def _to_job_s(self) -> float:
-        """Seconds to add to the clock of this first stage to get the job's. One of each host asks for all of them."""
+        """Return the seconds to add to the clock of this first stage to get the job's. One first stage of each host
+        measures it for all."""
         layout, rank = self._layout, self._layout.rank
         hosts: dict[str, int] = {}
         for cell in layout.cells_of(0):
@@ -476,7 +479,7 @@ class _Relating:
         return epoch_group(self._control, f"clocks/{answers}-{asks}", ranks, self._layout.rank, self._timeout_s)
 
     def _serve(self) -> tuple[ClockServer | None, Address | None]:
-        """This rank's clock, for those on other hosts; nothing where they could not reach it."""
+        """Start this rank's clock server; return Nones, with a warning, if other hosts could not reach it."""
         try:
             host = self._settings.bind or listening_host(self._settings.interface, one_host=False)
             listener, (address, port) = listen_tcp(host, self._settings.port_range)
@@ -494,10 +497,10 @@ def serve_clock(group: Any, peer: int) -> None:
 
 
 def offset_to(group: Any, peer: int) -> float:
-    """Seconds to add to this rank's monotonic clock to get `peer`'s; the error is below half the best round trip.
+    """Return the seconds to add to this rank's monotonic clock to get `peer`'s, within half the best round trip.
 
-    `peer` of this `epoch_group` must run `serve_clock` at the same time. Raises RuntimeError when the group's timeout
-    expires.
+    `peer` must run `serve_clock` in the same `epoch_group` at the same time. Raises RuntimeError when the group's
+    timeout expires.
     """
     best_round_trip, best_offset = float("inf"), 0.0
     answer = torch.zeros(1, dtype=torch.float64)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what all ranks run: one decision per iteration, in sections that are decided apart.
+"""Define decisions: what all ranks run in one iteration, in sections that are decided separately.
 
-A further decider is a class as `Decider` and a field of `Decision`, whose type is a `Section`.
+To add a decider: a class that implements `Decider`, and a field of `Decision` whose type is a `Section`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing has none in Python 3.10
 
 MAX_DECISION_NBYTES, MOST_FIGURES_NBYTES = 1 << 26, 1 << 22
-"""Longest decision, and the figures in it."""
+"""Limits of an encoded decision, and of the figures in it."""
 
 
 class LinkName(NamedTuple):
     """A directed link of one of the job's parallel pipelines."""
 
     pipeline: int
-    """First global rank of the pipeline."""
+    """Global rank of the pipeline's first stage."""
     source: int
-    """Pipeline rank."""
+    """Rank within the pipeline."""
     target: int
 
     def __str__(self) -> str:
@@ -35,14 +35,14 @@ class LinkName(NamedTuple):
 
 
 class Section:
-    """Part of a decision that concerns one decider. Unless it says otherwise, it is new and takes effect once."""
+    """The part of a decision that one decider makes. By default it takes effect once, in its iteration."""
 
     def kept(self) -> Self | None:
-        """Section in force after this if no new one comes."""
+        """Return the section that stays in force after this iteration; None if there is none."""
         return None
 
     def then(self, later: Self) -> Self:
-        """Return this decision merged with a later one, which was made before this one came into force."""
+        """Return this section merged with a later one that was made before this one took effect."""
         return later
 
 
@@ -52,65 +52,65 @@ class Order(Section):
 
     csv: str
     costs: str
-    """What it was planned for, as the JSON text of `costs_to_json`: all ranks post receives by it."""
+    """The costs it was planned for, as JSON of `costs_to_json`. All ranks post their receives by them."""
     caps: tuple[float | None, ...]
-    """Activations that each stage may hold under it."""
+    """Activations that each stage may hold under this order."""
     released_at_backward_input: tuple[float, ...]
-    """The fraction of an activation that the caps count as free after an input gradient, by stage."""
+    """By stage: the fraction of an activation that the caps count as freed by an input gradient."""
 
 
 @dataclass(frozen=True)
 class Forecast(Section):
-    """Seconds of an iteration under a new plan, and under what ran before at the same costs."""
+    """Predicted seconds of an iteration, under the new plan and, at the same costs, under the plan before."""
 
     predicted_s: float
     before_predicted_s: float | None
-    """None where it cannot be said."""
+    """None if it is not known."""
 
     def then(self, later: Forecast) -> Forecast:
-        """From what still runs to what will."""
+        """Return a forecast from the plan before this one to the later plan."""
         before_s = later.before_predicted_s if self.before_predicted_s is None else self.before_predicted_s
         return Forecast(later.predicted_s, before_s)
 
 
 @dataclass(frozen=True)
 class Paths(Section):
-    """A path for every link."""
+    """The path of every link."""
 
     diverted: tuple[LinkName, ...] = ()
-    """All links whose messages take the other path than the preferred one."""
+    """All links that do not take the preferred path."""
     probed: tuple[LinkName, ...] = ()
-    """Links whose other path is to be measured in this iteration."""
+    """Links whose idle path is measured in this iteration."""
 
     def kept(self) -> Paths:
-        """Links stay diverted."""
+        """Return the same diverted links, without probes."""
         return Paths(self.diverted)
 
 
 class Moved(NamedTuple):
-    """Micro-batches of one replica that another one's cell of a stage computes."""
+    """Number of micro-batches that another replica's cell computes, at one stage."""
 
     stage: int
     source: int
-    """Replica that they belong to."""
+    """Replica that the micro-batches belong to."""
     target: int
     micro_batches: int
-    """How many, in each iteration."""
+    """Number of micro-batches in each iteration."""
 
 
 @dataclass(frozen=True)
 class RoutingSection(Section):
-    """Other routes of micro-batches between replicas."""
+    """Routes of micro-batches between replicas."""
 
     number: int
-    """Number of these routes, ascending; 0: every micro-batch stays in its replica, in the plan's order."""
+    """Number of these routes, ascending. 0: nothing is routed, each replica runs the plan's order."""
     micro_batches: int
-    """Number of micro-batches of each replica, in the iterations that the routes are for."""
+    """Micro-batches of each replica, in the iterations that the routes are made for."""
     moved: tuple[Moved, ...] = ()
     orders: Mapping[str, str] = field(default_factory=dict)
-    """Packed `CellOrder` of each cell ("replica.stage"). Each is sent by itself, to the ranks of its cell alone."""
+    """Packed `CellOrder` by cell ("replica.stage"). Each order is sent only to the ranks of its cell."""
     slowness: tuple[float, ...] = ()
-    """Time of each replica over the fastest one's, where nothing is routed; empty: all are alike."""
+    """Time of each replica relative to the fastest one, if nothing is routed; empty if all are equally fast."""
 
 
 _figures_of: Decoder[JobFigures] = Decoder(JobFigures, MOST_FIGURES_NBYTES)
@@ -118,42 +118,42 @@ _figures_of: Decoder[JobFigures] = Decoder(JobFigures, MOST_FIGURES_NBYTES)
 
 @dataclass(frozen=True)
 class PackedFigures:
-    """Figures of the job, packed: all ranks get them in every iteration, and only few unpack them."""
+    """Encoded figures of the job: every rank receives them in every iteration, but few decode them."""
 
     content: bytes
 
     @classmethod
     def of(cls, figures: JobFigures) -> PackedFigures:
-        """Pack `figures`; `unpacked` gives them back."""
+        """Encode `figures`."""
         return cls(encoded(figures))
 
     def unpacked(self) -> JobFigures:
-        """Raises ValueError for what is none."""
+        """Decode the figures. Raises ValueError if they are malformed."""
         return _figures_of(self.content)
 
 
 @dataclass(frozen=True)
 class TelemetrySection(Section):
-    """Section for telemetry."""
+    """Trace requests and figures, sent with a decision."""
 
     requests: tuple[Iterations, ...] = ()
-    """Which iterations every rank is to trace, new since the decision before."""
+    """Iterations that every rank is asked to trace, new since the decision before."""
     job: PackedFigures | None = None
-    """What the leader has found, for the rank that has somewhere to show it."""
+    """Figures of the job, for the rank that exports them."""
     policy: str = ""
-    """From this iteration on: "adapt", "observe" or "off"; empty: as before."""
+    """Policy from this iteration on: "adapt", "observe" or "off"; empty: unchanged."""
 
     def then(self, later: TelemetrySection) -> TelemetrySection:
-        """No request is lost."""
+        """Return both sections' requests, and the later figures and policy."""
         return TelemetrySection(self.requests + later.requests, later.job, later.policy or self.policy)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Everything that an iteration runs: plan `number`, and what is new about it."""
+    """Everything that an iteration runs: the number of its plan, and the sections that are new."""
 
     number: int
-    """Counts plans, which are an order of actions and a path for every link."""
+    """Number of the plan (an order of actions and a path for every link)."""
     order: Order | None = None
     forecast: Forecast | None = None
     paths: Paths | None = None
@@ -161,13 +161,13 @@ class Decision:
     told: TelemetrySection | None = None
 
     def kept(self) -> Decision:
-        """Decision in force if there is none after this."""
+        """Return the decision that stays in force if none is made after this one."""
         return Decision(
             self.number, **{name: None if part is None else part.kept() for name, part in self._sections().items()}
         )
 
     def then(self, later: Decision) -> Decision:
-        """This and a later decision as one, section by section."""
+        """Return this decision merged with a later one, section by section."""
         merged = {}
         for name, part in later._sections().items():
             before = getattr(self, name)
@@ -179,4 +179,4 @@ class Decision:
 
 
 decision_of: Decoder[Decision] = Decoder(Decision, MAX_DECISION_NBYTES)
-"""A decision as it travelled."""
+"""Decode a decision. Raises ValueError if it is malformed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a GPU's memory from torch; apart from `memory`, which is imported where torch is not."""
+"""Read a GPU's memory from torch. Kept apart from `memory`, which is also imported where torch is missing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logger_of(__name__)
 
 
 class CudaMemory:
-    """MemorySource on torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp).
+    """MemorySource that reads torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp).
 
-    A freed tensor leaves the allocated bytes at once. If other streams have used it, it leaves the active bytes only
-    when an allocation finds that they are done with it. So growth is read from allocated bytes, which depend on what
-    the program does and not on how far the device is behind it; and the peak from active ones, for which there must be
-    memory. `begin_peak` begins the peaks of torch.cuda.max_memory_allocated and the like anew, too.
+    A freed tensor leaves the allocated bytes at once. A tensor used on other streams leaves the active bytes later:
+    once an allocation finds that these streams have finished. So growth is read from the allocated bytes, which do not
+    depend on how far the device is behind the program. The peak is read from the active bytes, which the memory has to
+    hold. `begin_peak` also resets the peaks of torch.cuda.max_memory_allocated and the like.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_nbytes(self) -> int:
-        # With backend:cudaMallocAsync nothing is known of the active bytes, and 0 told.
+        # With backend:cudaMallocAsync the active bytes are unknown, and reported as 0.
         return max(self._stat("active_bytes", "peak"), self._stat("allocated_bytes", "peak"))
 
     def device_nbytes(self) -> DeviceBytes:
@@ -49,13 +49,14 @@ class CudaMemory:
         return int(self._stats()[name]["all"][which])
 
     def _stats(self) -> dict[str, Any]:
-        # torch.cuda.memory_allocated() flattens and sorts the whole of this at each call.
+        # Not torch.cuda.memory_allocated(): it flattens and sorts all of this at each call.
         stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats
 
 
 def memory_of(device: torch.device) -> MemorySource | None:
-    """The source for tensors on `device`; None in host memory, whose free bytes belong to every process of the host."""
+    """Return the source for tensors on `device`; None for host memory, whose free bytes belong to all processes of the
+    host."""
     if device.type != "cuda":
         return None
     settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))

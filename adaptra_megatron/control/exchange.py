@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring measurements of a replica's ranks to its leader, and its decisions back to all, concurrently with training.
 
-Measurements go to the leader's planner process, over connections of their own; decisions go into the job's own store,
-and back over these connections, so that few ranks need to look there. All of it is done in background threads. What was
-measured in iteration k is decided on during k + 1 and takes effect in k + 2. Planning that takes longer holds up no
-rank: the leader's own training thread, when it comes to an iteration that nothing was decided for, writes that what
-runs is kept, and what is decided later takes effect later. There is one writer, and it writes each iteration's decision
-once: no two ranks can run different plans.
+Measurements go to the leader's planner process, over TCP connections of their own. Decisions come back over the same
+connections. They are also written to the job's store, where a rank looks only for a decision that is late. All of it
+happens in background threads.
+
+A measurement of iteration k leads to a decision during k + 1, which takes effect in k + 2. Planning that takes longer
+delays no rank: when the leader's training thread begins an iteration without a decision, it writes that the current
+plan stays, and the new plan takes effect later. There is one writer, and it writes the decision of each iteration
+once, so no two ranks can run different plans.
 """
 
 from __future__ import annotations
@@ -39,106 +41,111 @@ DELAY = 2
 
 
 class DecisionWriter:
-    """The leader's. The first to come writes: the planner, or the training that needs a decision now.
+    """The leader's writer of decisions: one per iteration, by the planner or by the training thread that needs it now.
 
-    A decision that comes too late for its iteration waits for the next one that nothing was written for. An iteration
-    is decided on only after it was needed: what has not run is not measured.
+    A decision that is too late for its iteration takes effect in the next iteration without one. `needed(k)` always
+    comes before `decided(k, ...)`: an iteration has to run before it is measured.
     """
 
     def __init__(self, write: Callable[[int, Decision], None], first: int = 0) -> None:
-        """`write(iteration, decision)` publishes, once per iteration, in ascending order; may raise RuntimeError.
-        `first`: the first iteration that is measured."""
+        """Set up. `write(iteration, decision)` publishes once per iteration, in ascending order; it may raise
+        RuntimeError. `first`: the first measured iteration."""
         self._write = write
         self._lock = threading.Lock()
         self._next = first + DELAY
-        """The first iteration that nothing has been written for."""
+        """The first iteration without a written decision."""
         self._latest = Decision(0)
         self._waiting: Decision | None = None
         self._recent: dict[int, Decision] = {}
 
     @property
     def in_force(self) -> Decision:
-        """Decision in force if no new one comes."""
+        """Return the decision that stays in force if no new one is made."""
         with self._lock:
             return (self._waiting or self._latest).kept()
 
     def decided(self, iteration: int, decision: Decision) -> None:
-        """`decision` is what follows from all that was measured up to `iteration`."""
+        """Take in `decision`, made from all measurements up to `iteration`."""
         with self._lock:
             self._waiting = decision if self._waiting is None else self._waiting.then(decision)
             while self._next <= iteration + DELAY:
                 self._write_next()
 
     def needed(self, iteration: int) -> Decision:
-        """Return the decision of `iteration`, which the training is about to run. Later decisions take effect later."""
+        """Return the decision of `iteration`, which the training is about to run. If there is none yet, the latest one
+        stays."""
         with self._lock:
             while self._next <= iteration:
                 self._write_next()
             return self._recent[iteration]
 
     def published(self, iteration: int) -> Decision | None:
-        """The decision of one of the latest iterations, if there is one."""
+        """Return the decision of a recent iteration; None if it is not made yet, or no longer kept."""
         with self._lock:
             return self._recent.get(iteration)
 
     def _write_next(self) -> None:
+        # Only what stays in force: a forecast or a probe is for one iteration.
         decision = self._latest.kept() if self._waiting is None else self._waiting
         self._write(self._next, decision)
         self._waiting, self._latest = None, decision
         self._recent[self._next] = decision
+        # The training thread is at most DELAY iterations behind the last written one, and may still read those.
         self._recent.pop(self._next - 2 * DELAY, None)
         self._next += 1
 
 
 LOOK_UP_S = 1.0
-"""Longest wait for the end of a thread that may be waiting for the store."""
+"""Seconds that `close` waits for a thread, which may be blocked on the store."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
-"""Between two looks into the store, which all ranks share; each is half as long again as the one before."""
+"""Seconds between two polls of the store, which all ranks share: the first and the longest; each pause is 1.5 times
+the one before."""
 _PART_NBYTES = 1 << 12
 
 
 def decision_key(iteration: int) -> str:
-    """Under which the decision of an iteration is in the store."""
+    """Return the store key of an iteration's decision."""
     return f"decision/{iteration}"
 
 
 def order_key(number: int, cell: str) -> str:
-    """Under which the order of a cell ("replica.stage") under the routes of this number is."""
+    """Return the store key of the order of one cell ("replica.stage") under the routes `number`."""
     return f"routed/{number}/{cell}"
 
 
 class PollSchedule:
-    """Moments at which to look again for what is not in the store yet."""
+    """Times to poll the store for a key that is not there yet."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Look often from now on: what is looked for may come soon."""
+        """Start polling at short intervals again: the key may be written soon."""
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, 1.5)
         self.looked()
 
     @property
     def rest_s(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next poll."""
         return max(0.0, self._next_s - time.monotonic())
 
     def looked(self) -> None:
-        """Look later: it was not there."""
+        """Schedule the next poll, after one that found nothing."""
         self._pause_s = self._backoff.next_s()
         self._next_s = time.monotonic() + self._pause_s
 
 
 class DecisionReader:
-    """A following rank's threads: hand in what was measured, and take in decisions.
+    """Threads of a rank that is not the leader: they send its measurements and receive decisions.
 
-    Both go by a connection to the leading rank's planner process, so that one thread is woken when there is something
-    to do, and looks for nothing. Only what the training waits for, and has not come, is looked for in the job's store,
-    which has all decisions, by another thread: a store that does not answer holds up nothing that comes otherwise.
+    Both use one connection to the leader's planner process; its thread sleeps until there is something to send or to
+    receive. A second thread polls the job's store, and only for a decision that the training waits for. So a store
+    that does not answer delays nothing that comes over the connection.
     """
 
     def __init__(self, control: ControlStore, place: str, layout: JobLayout, timeout_s: float) -> None:
-        """`place`: of the exchange in the job's store. `timeout_s`: how long a decision may be waited for."""
+        """Start the threads. `place`: prefix of the exchange's keys in the job's store. `timeout_s`: longest wait for
+        a decision."""
         self._store, self._timeout_s, self._cell = control.client(place), timeout_s, str(layout.cell)
         purpose = purpose_of(control.seal(place).place, layout.rank, layout.leader)
         self._link = ReportLink(control.secret, purpose, DELAY + 1, self._wake)
@@ -154,12 +161,12 @@ class DecisionReader:
         """First iteration whose decision may still be needed."""
         self._looks = PollSchedule()
         self._address: Address | None = None
-        """Address of the planner process, once the leading rank has told it."""
+        """Address of the planner process; None until the leader has published it."""
         self._measured = False
-        """Set by the first report: from then on the address is looked for."""
+        """Set by the first measurement: from then on the thread polls for the address."""
         self._failure: RuntimeError | None = None
         self._asking = threading.Lock()
-        """Guards the client of the store."""
+        """Guards the store's client."""
         self._threads = [
             threading.Thread(target=self._work, name="adaptra-decisions", daemon=True),
             threading.Thread(target=self._look_around, name="adaptra-looks", daemon=True),
@@ -168,22 +175,23 @@ class DecisionReader:
             thread.start()
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
-        """Hand in what was measured; returns at once."""
+        """Send a measurement; returns at once."""
         self._inbox.put((iteration, measurement))
         self._wake()
 
     def published(self, iteration: int) -> Decision | None:
-        """The decision of an expected iteration, if it is here; never waits."""
+        """Return the decision of an iteration if it has come; never waits."""
         with self._news:
             return self._decisions.get(iteration)
 
     def needed(self, iteration: int) -> Decision:
-        """The decision of an expected iteration; earlier ones are forgotten.
+        """Return the decision of an iteration, waiting for it if need be. Decisions of earlier iterations are dropped.
 
-        Raises RuntimeError if the store has failed, TimeoutError if it holds no decision until the timeout.
+        Raises RuntimeError if the store has failed, TimeoutError if no decision comes within the timeout.
         """
         with self._news:
             if iteration not in self._decisions:
+                # It may be in the store already, if the connection has failed.
                 self._wanted = iteration
                 self._looks.begin()
                 self._news.notify_all()
@@ -198,13 +206,13 @@ class DecisionReader:
         raise TimeoutError("nothing was decided")
 
     def fail(self, cause: RuntimeError) -> None:
-        """Let no decision be waited for any more: `needed` raises `cause`. For any thread."""
+        """End all waits for decisions: `needed` raises `cause` from now on. Thread-safe."""
         with self._news:
             self._failure = cause
             self._news.notify_all()
 
     def close(self) -> None:
-        """End the threads; one that the store holds up, after twice `LOOK_UP_S`."""
+        """End the threads. Waits at most 2 x `LOOK_UP_S` for one that the store blocks."""
         self._closed.set()
         self._wake()
         with self._news:
@@ -223,6 +231,7 @@ class DecisionReader:
                 self._wait(None if self._address is None else self._link.keep(self._address))
                 while not self._inbox.empty():
                     iteration, measurement = self._inbox.get()
+                    # The leader publishes its address after its own first measurement: to poll earlier finds nothing.
                     if not self._measured:
                         with self._news:
                             self._measured = True
@@ -235,10 +244,11 @@ class DecisionReader:
             self._link.close()
 
     def _look_around(self) -> None:
-        """Look into the store for what is wanted, and has not come."""
+        """Poll the store for missing keys until closed."""
         try:
             while not self._closed.is_set():
                 with self._news:
+                    # No timeout unless a key is missing: thousands of ranks must not load the store.
                     while not (self._closed.is_set() or (self._looking and not self._looks.rest_s)):
                         self._news.wait(self._looks.rest_s if self._looking else None)
                 if not self._closed.is_set():
@@ -248,11 +258,11 @@ class DecisionReader:
 
     @property
     def _looking(self) -> bool:
-        """Return whether there is anything to look for in the store."""
+        """Return whether any key has to be polled for."""
         return self._wanted is not None or (self._measured and self._address is None)
 
     def _wait(self, rest_s: float | None) -> None:
-        """Sleep until there is something to do, for `rest_s` at most, and take in the decisions that came."""
+        """Sleep until there is something to send or receive, at most `rest_s`, and take in the decisions received."""
         connection, waiting = self._link.connection, select.poll()
         waiting.register(self._woken, select.POLLIN)
         if connection is not None:
@@ -277,7 +287,8 @@ class DecisionReader:
             return self._store.peek(key)
 
     def _take(self, iteration: int, packet: bytes) -> None:
-        """Take in a decision that has come. Raises RuntimeError if it cannot be read."""
+        """Take in a received decision. Raises RuntimeError if it cannot be read."""
+        # A decision may come twice: over the connection and from the store.
         if iteration < self._earliest or iteration in self._decisions:
             return
         try:
@@ -302,61 +313,64 @@ class DecisionReader:
 logger = logger_of(__name__)
 
 FORGOTTEN_AT_ONCE = 8
-"""Decisions that are taken out of the store together: a request after a pause costs several in a row."""
+"""Number of decisions deleted from the store together: requests in a row cost less than one now and then."""
 
 
 class DecidingPlanner(Protocol):
-    """Decides by what ranks report to it."""
+    """The planner, which makes decisions from the ranks' measurements."""
 
     @property
     def address(self) -> Address:
-        """Address to which ranks that follow connect."""
+        """Address that the other ranks connect to."""
 
     def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
-        """The next decision, and the latest iteration that it follows from, once all ranks have reported that. `own`:
-        iterations that this rank has measured since the last call, with its reports. What this raises is logged, and
-        what runs is kept."""
+        """Return the latest iteration that all ranks have reported, and the decision made from it.
+
+        `own`: this rank's measurements since the last call, encoded, with their iterations. The caller logs exceptions
+        and keeps the current plan.
+        """
 
     def pass_on(self, iteration: int, decision: bytes) -> None:
-        """Send a decision to the ranks that follow; for any thread."""
+        """Send a decision to the other ranks. Thread-safe."""
 
     def close(self) -> None:
-        """End, from another thread, also a call that is under way."""
+        """End the planner, from another thread, together with a call of `decide` that still waits."""
 
 
 class DecisionPublisher:
-    """Has decisions made of what all ranks report and publishes these, in one thread: to wake another one costs as much
-    as most of its steps.
+    """The leader's threads: they have the planner decide, and publish the decisions.
 
-    Decisions are made by the planner or the training, whichever comes first. What the training decides while that
-    thread waits for the planner, a second one publishes. Nothing waits for the job's store, which a third thread writes
-    to: ranks that follow get decisions over their connections, and one with routes once their orders are in the store.
+    One thread does most of it, because waking another one costs as much as most of the steps. Decisions are made by
+    the planner or by the training thread, whichever is first. A second thread publishes those of the training thread
+    while the first waits for the planner. A third thread writes to the job's store, so nobody waits for the store.
+    Other ranks get decisions over their connections; a decision with routes only once its orders are in the store.
     """
 
     def __init__(
         self, layout: JobLayout, planner: DecidingPlanner, control: ControlStore, place: str, first: int = 0
     ) -> None:
-        """`place`: of the exchange in the job's store. `first`: the first iteration that is measured."""
+        """Start the threads. `place`: prefix of the exchange's keys in the job's store. `first`: the first measured
+        iteration."""
         self._layout, self._planner, self._writing = layout, planner, control.client(place)
         self._closed = threading.Event()
         self._failed = RateLimitedLog(logger)
         self._measured: queue.SimpleQueue[tuple[int, StageMeasurement] | None] = queue.SimpleQueue()
-        """By this rank; None ends."""
+        """This rank's measurements; None ends the thread."""
         self._open: deque[int] = deque()
-        """Iterations that the planner has not decided on yet."""
+        """Iterations without a decision of the planner."""
         self._kept: deque[int] = deque()
-        """Iterations whose decisions are still in the store, and whose measurements are not all in."""
+        """Iterations whose decisions are still in the store: some rank may not have read them."""
         self._unpublished: queue.SimpleQueue[tuple[int, Decision]] = queue.SimpleQueue()
         self._urgent: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """True for each decision of the training's; False ends."""
+        """True for each decision of the training thread; False ends the thread."""
         self._publishing = threading.Lock()
-        """Has decisions passed on in their order."""
+        """Guards `_unpublished`: decisions are sent in their order."""
         self._storing: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        """What is to be done with the store; None ends."""
+        """Writes to the store, in their order; None ends the thread."""
         self._orders: deque[Sequence[str]] = deque()
-        """Keys of the latest routes' orders."""
+        """Keys of the orders of recent routes, oldest first."""
         self._lost: RuntimeError | None = None
-        """What the store answered when a decision could not be published."""
+        """The store's error, if a decision could not be written."""
         self.decisions = DecisionWriter(self._write, first)
         self._threads = [
             threading.Thread(target=work, name=f"adaptra-{work.__name__.strip('_')}", daemon=True)
@@ -366,7 +380,7 @@ class DecisionPublisher:
             thread.start()
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
-        """Take in what this rank measured, as the others are about to hand theirs in; returns at once."""
+        """Take in this rank's measurement; returns at once."""
         self._measured.put((iteration, measurement))
 
     def close(self) -> None:
@@ -385,6 +399,8 @@ class DecisionPublisher:
         if self._lost is not None:
             raise self._lost
         self._unpublished.put((iteration, decision))
+        # The first thread publishes its own decisions right after this. It may be waiting for the planner while the
+        # training thread decides, which therefore needs another thread.
         if threading.current_thread() is not self._threads[0]:
             self._urgent.put(True)
 
@@ -393,10 +409,11 @@ class DecisionPublisher:
             self._publish()
 
     def _publish(self) -> None:
-        """Pass on all that has been decided by now, and have it put into the store."""
+        """Send all decisions made so far, and queue their writes to the store."""
         with self._publishing:
             while not self._unpublished.empty():
                 iteration, decision = self._unpublished.get()
+                # Every rank gets the decision, but only the order of its own cell.
                 if (routing := decision.routing) is not None:
                     packet = encoded(replace(decision, routing=replace(routing, orders={})))
                     self._storing.put(functools.partial(self._put_routed, iteration, routing, packet))
@@ -406,22 +423,25 @@ class DecisionPublisher:
                     self._planner.pass_on(iteration, packet)
 
     def _put_routed(self, iteration: int, routing: RoutingSection, packet: bytes) -> None:
-        """Those who get the decision look for their orders in the store."""
+        """Write the orders and the decision to the store, then send the decision: a rank that gets it reads its order
+        there."""
         self._publish_orders(routing)
         self._writing.set(decision_key(iteration), packet)
         self._planner.pass_on(iteration, packet)
 
     def _store(self) -> None:
-        """Do what is to be done with the store, in its order."""
+        """Run the queued writes until closed. The first error fails the next decision."""
         while (work := self._storing.get()) is not None:
             try:
                 work()
             except RuntimeError as error:
+                # The next decision raises it: no rank may run what the others cannot read.
                 self._lost = error
                 log_store_lost(self._layout.rank, error)
 
     def _publish_orders(self, routing: RoutingSection) -> None:
-        """Those of DELAY decisions before have been read: ranks run what is decided."""
+        """Write the order of each cell, and delete those of routes more than DELAY decisions old, which every rank has
+        read."""
         orders = {order_key(routing.number, cell): order for cell, order in routing.orders.items()}
         for key, order in orders.items():
             self._writing.set(key, order.encode())
@@ -433,7 +453,8 @@ class DecisionPublisher:
     def _lead(self) -> None:
         try:
             if (own := self._take_in()) is not None:
-                # Not earlier: the planner process, which starts with the first decision, greets those that connect.
+                # The planner process starts with the first decision, and only then accepts connections: no address
+                # before.
                 address = encoded(self._planner.address)
                 self._storing.put(functools.partial(self._writing.set, PLANNER_KEY, address))
             while own is not None:
@@ -443,7 +464,8 @@ class DecisionPublisher:
             log_store_lost(self._layout.rank, error)
 
     def _take_in(self) -> list[tuple[int, bytes]] | None:
-        """All that this rank has measured; waits for it if nothing else is to be decided on. None: to end."""
+        """Return this rank's new measurements, encoded, with their iterations; None to end. Waits for one if every
+        iteration has a decision."""
         own: list[tuple[int, bytes]] = []
         while not self._measured.empty() or not (own or self._open):
             if (item := self._measured.get()) is None:
@@ -455,7 +477,8 @@ class DecisionPublisher:
         return own
 
     def _decide(self, own: Sequence[tuple[int, bytes]]) -> None:
-        """Raises RuntimeError if the store is lost."""
+        """Have the planner decide, and publish the decision; if it fails, the current plan stays. Raises RuntimeError
+        if the store failed."""
         begun_s, until = time.monotonic(), None
         try:
             until, decision = self._planner.decide(own)
@@ -468,6 +491,7 @@ class DecisionPublisher:
         except Exception:  # a failure of ours must not stop the training
             decision = self.decisions.in_force
             logger.exception("planning failed, plan %d stays", decision.number)
+        # If the planner has failed, nobody knows which reports were complete: all of them count as decided.
         iteration = self._open[-1] if until is None else until
         self.decisions.decided(iteration, decision)
         self._publish()
@@ -481,7 +505,8 @@ class DecisionPublisher:
         logger.debug("decided on iteration %d in %.1f ms", iteration, 1e3 * (time.monotonic() - begun_s))
 
     def _forget(self, until: int) -> None:
-        """A rank that has reported an iteration has read what that was to run."""
+        """Delete decisions up to `until` from the store: all ranks have reported that iteration, so they have read
+        them."""
         read = bisect.bisect_right(self._kept, until)
         if read < FORGOTTEN_AT_ONCE:
             return
@@ -496,16 +521,17 @@ def log_store_lost(rank: int, error: RuntimeError) -> None:
 
 
 def exchange_place(layout: JobLayout) -> str:
-    """Part of the job's store in which those who are decided for together exchange measurements and decisions."""
+    """Return the prefix, in the job's store, of the keys of all ranks that one leader decides for."""
     return "exchange/all" if layout.together else f"exchange/{layout.cell.replica}"
 
 
 class ExchangeError(RuntimeError):
-    """The ranks could not agree on a plan; names this rank, what it waited for, and the remedy."""
+    """The ranks could not agree on a plan. Names this rank, what it waited for, and the remedy."""
 
 
 def exchange_error(rank: int, what: str, timeout_s: float | None, cause: Exception) -> ExchangeError:
-    """The error of `rank`, which could not do `what`; `timeout_s`: None where torch.distributed's limit counts."""
+    """Return the error of `rank`, which could not do `what`. `timeout_s`: None if torch.distributed's own limit
+    applied."""
     within = "" if timeout_s is None else f" within {timeout_s:g} s (--adaptra-timeout-s)"
     return ExchangeError(
         f"rank {rank} could not {what}{within}: {cause}. "
@@ -514,12 +540,12 @@ def exchange_error(rank: int, what: str, timeout_s: float | None, cause: Excepti
 
 
 class PlanExchange:
-    """One rank's end of the exchange within its replica, whose leader has a planner decide, in a thread of its own.
+    """One rank's end of the exchange within its replica. The leader's end runs the planner, in a thread of its own.
 
-    When the leader dies or the store cannot be reached, `decision` raises ExchangeError, after the timeout at the
-    latest: no rank can know what the others run then. Where the order is fixed, what runs is kept for good instead:
-    ends of links need no store to agree on their paths. When another rank is late with what it measured, or the planner
-    is late or fails, what runs is kept, and the log says so.
+    If the leader fails or the store cannot be reached, `decision` raises ExchangeError, after the timeout at the
+    latest: no rank can know then which plan the others run. If the order is fixed, the current plan stays for good
+    instead: links agree on their paths without the store. If a measurement or the planner is late, or the planner
+    fails, the current plan stays for this iteration, and the log says so.
     """
 
     def __init__(
@@ -532,9 +558,9 @@ class PlanExchange:
         fixed_order: bool = False,
         first: int = 0,
     ) -> None:
-        """`planner`: of the leader, closed with this; None on all other ranks. `fixed_order`: whether the order of
-        actions is given, or stock's, so that all ranks know it without decisions. `first`: the first iteration that is
-        measured."""
+        """Start the threads. `planner`: the leader's, closed with this; None on all other ranks. `fixed_order`:
+        whether all ranks know the order of actions without decisions (a given plan, or stock's order). `first`: the
+        first measured iteration."""
         self._layout, self._timeout_s, self._fixed_order = layout, timeout_s, fixed_order
         self.decides_from = first + DELAY
         """The first iteration that can be decided on."""
@@ -549,14 +575,16 @@ class PlanExchange:
             self._role = self._decisions = DecisionReader(control, place, layout, timeout_s)
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
-        """Hand in what was measured; returns at once. Every rank must do so for every iteration from the first."""
+        """Send the measurement of an iteration; returns at once. Every rank does so for every iteration from the first
+        on."""
         if not self._lost:
             self._role.post(iteration, measurement)
 
     def decision(self, iteration: int) -> Decision:
-        """Return what `iteration` (`decides_from` or later) runs: the same on every rank of the replica.
+        """Return the decision of `iteration` (`decides_from` or later), the same on every rank of the replica.
 
-        To be asked for in ascending order, each after what was measured DELAY iterations before has been handed in.
+        Call in ascending order, each after the measurement of `iteration - DELAY` has been posted. Raises
+        ExchangeError.
         """
         assert iteration >= self.decides_from, "nothing has been measured that the first iterations could follow from"
         if self._lost:
@@ -565,6 +593,7 @@ class PlanExchange:
             self._latest = self._decisions.needed(iteration)
         except (RuntimeError, TimeoutError) as cause:
             what = f"learn the plan of iteration {iteration}"
+            # The other ranks may have this decision: to keep the current plan could deadlock the pipeline.
             if not self._fixed_order:
                 raise exchange_error(self._layout.rank, what, self._timeout_s, cause) from cause
             self._lost = True
@@ -577,20 +606,20 @@ class PlanExchange:
         return self._latest
 
     def early_decision(self, iteration: int) -> Decision | None:
-        """The same if it has been made already; never waits. None, too, while the store does not answer."""
+        """Return the decision of `iteration` if it has come; None if not, or if the store failed. Never waits."""
         return None if self._lost else self._decisions.published(iteration)
 
     def interrupt(self, cause: str) -> None:
-        """End a wait for a decision, from any thread: it raises ExchangeError."""
+        """End a wait in `decision`, which raises ExchangeError. Thread-safe."""
         if isinstance(self._role, DecisionReader):
             self._role.fail(RuntimeError(cause))
 
     def leave(self) -> None:
-        """Exchange nothing any more: what was decided last is kept for good."""
+        """Stop exchanging: the latest decision stays for good."""
         self._lost = True
         # Not in this thread: the planner's process may need half a second to end.
         threading.Thread(target=self._role.close, name="adaptra-exchange", daemon=True).start()
 
     def close(self) -> None:
-        """End the threads; what is under way is dropped. A planner that hangs is left to itself."""
+        """End the threads. Queued messages are dropped, and a planner that hangs is left running."""
         self._role.close()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give findings of leaders the names of ranks and hosts; and the first replica's leader learns what the others have
-found and planned, so that it can say it once, for the whole job."""
+"""Add names of ranks and hosts to findings, and collect all leaders' findings at the first replica's leader, which
+logs them once for the whole job."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from adaptra_megatron.telemetry.events.events import (
     encode,
 )
 
-# Requests for traces, and for another policy, come to one replica's leader, where a user puts them, and go to the
-# leaders of all others.
+# Users' requests (traces, another policy) come to one replica's leader, which shares them with all others.
 
 
 class SharedRequests:
-    """One leader's end, for one thread."""
+    """One leader's end. Not thread-safe."""
 
     def __init__(self, store: Any, take: Callable[[], TelemetrySection] | None) -> None:
-        """`store`: a SealedStore that all leaders share. `take`: of the leader that requests come to."""
+        """Set up. `store`: a SealedStore that all leaders share. `take`: returns new requests, on the leader that gets
+        them from users; None on the others."""
         self._store, self._take, self._number = store, take, 0
 
     def new(self) -> TelemetrySection:
-        """Return those since the last call; none where the store cannot be reached."""
+        """Return the requests since the last call; none if the store cannot be reached."""
         key, found = f"requests/{self._number}", TelemetrySection() if self._take is None else self._take()
         with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
             if found != TelemetrySection():
@@ -48,7 +48,7 @@ class SharedRequests:
 
 
 MOST_AT_ONCE = 64
-"""Events that one look takes in."""
+"""Most events that one call of `exchange` receives."""
 _COUNT = "count"
 
 
@@ -56,17 +56,17 @@ class EventDiary(Protocol):
     """Recipient of events."""
 
     def log(self, event: Event) -> None:
-        """Something happened, in the iteration that runs."""
+        """Record an event of the current iteration."""
 
 
 class NamedFindings:
-    """A recipient of events that passes them on with ranks, hosts, RNICs, replica and lane."""
+    """Adds ranks, hosts, RNICs, replica and lane to findings, and passes all events on."""
 
     def __init__(self, layout: JobLayout, diary: EventDiary) -> None:
         self._layout, self._diary = layout, diary
 
     def log(self, event: Event) -> None:
-        """Something happened, in the iteration that runs."""
+        """Add the names to an event, and pass it on."""
         self._diary.log(self._named(event))
 
     def _named(self, event: Event) -> Event:
@@ -92,21 +92,21 @@ class NamedFindings:
 
 
 class SharedFindings:
-    """One leader's end, where replicas have leaders of their own."""
+    """One leader's end, if each replica has a leader of its own."""
 
     def __init__(self, store: Any, layout: JobLayout, take: Callable[[int, Event], None] | None) -> None:
-        """`store`: a SealedStore that all leaders share. `take(replica, event)`: of the leader that says what is found,
-        with what others have found; None on the others."""
+        """Set up. `store`: a SealedStore that all leaders share. `take(replica, event)`: takes in the others'
+        findings, on the leader that logs all; None on the others."""
         self._store, self._layout, self._take = store, layout, take
         self._posted: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._number = 0
 
     def post(self, event: Event) -> None:
-        """Have the first leader learn of `event`; returns at once. For any thread."""
+        """Queue `event` for the first replica's leader; returns at once. Thread-safe."""
         self._posted.put(event)
 
     def exchange(self) -> None:
-        """Send what has been posted, or take in what others have sent. For one thread, after each iteration."""
+        """Send the queued events, or receive those of the others. Call in one thread, after each iteration."""
         with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
             if self._take is None:
                 while not self._posted.empty():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry out on one rank what was decided on its links' paths."""
+"""Apply decisions on paths to one rank's links."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from adaptra_megatron.transport.message_keys import TwoPathTransport
 
 
 class FixedPaths:
-    """Leaves links on the path that they have: it is the only one, or nobody decides on paths."""
+    """Leaves links on their path: there is only one, or none is decided on."""
 
     def steer(self, paths: Paths) -> None:
-        """Take the paths that were decided on. Said again, it changes nothing."""
+        """Switch links to the decided paths. Applying them twice changes nothing."""
 
     def steer_early(self, decision: Callable[[], Decision | None]) -> None:
-        """Take the paths of the next iteration, where `decision` is that of it: once its receives are posted, the first
-        messages still go by the old path."""
+        """Switch links to the next iteration's paths if `decision` returns its decision already. Later, once its
+        receives are posted, its first messages would still take the old path."""
 
     def measure(self, paths: Paths) -> None:
-        """Begin to measure the paths that are asked about."""
+        """Start to probe the links that a decision asks for."""
 
     def take_probes(self) -> list[ProbeTimes]:
-        """Return the measurements since the last call, by stage."""
+        """Return the probes since the last call; peers as stages."""
         return []
 
     def broken(self) -> list[BrokenPath]:
-        """Return the paths that are down at present, by stage."""
+        """Return the broken paths; peers as stages."""
         return []
 
 
 class LinkSteering(FixedPaths):
-    """Has the links that this rank sends over take the paths that were decided on. Nothing here waits for a peer."""
+    """Switches the outgoing links of this rank to the decided paths. No call waits for a peer."""
 
     def __init__(self, transport: TwoPathTransport, ranks: Sequence[int], preferred: Path) -> None:
-        """`ranks`: those of this rank's pipeline, by stage: links to others are not steered."""
+        """Set up. `ranks`: this rank's pipeline, by stage. Links to other ranks keep their path."""
         self._transport, self._ranks, self._preferred = transport, ranks, preferred
         self._taken: dict[int, Path] = {}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode measurements of a rank: as they travel, and condensed."""
+"""Encode measurements of a rank for its leader, and summarize them there."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ MESSAGE = np.dtype(
         ("done_s", "<f4"),
     ]
 )
-"""One message at one of its ends, moments since the start of the rank's iteration: single precision is microseconds.
-The first five fields are what messages are ordered by."""
+"""One message, seen from one of its ends. Times are seconds since the start of the rank's iteration: in single
+precision, they are exact to microseconds. The first five fields define the order of messages."""
 Messages = npt.NDArray[np.void]
-"""Messages as an array of dtype MESSAGE, in order of `message_order`."""
+"""Array of dtype MESSAGE, in order of `message_order`."""
 MAX_REPORT_NBYTES = 1 << 26
-"""Longest measurement."""
+"""Largest encoded measurement."""
 
 
 class ActionColumns(NamedTuple):
-    """Actions of a rank as they travel, in the order in which they ran: one column for each property, little-endian."""
+    """Actions of a rank as little-endian columns, one per property, in the order in which they ran."""
 
     kinds: str = ""
-    """A letter for each action: F, B, I or W."""
+    """One letter per action: F, B, I or W."""
     chunks: bytes = b""
-    """Unsigned numbers of 16 bits."""
+    """Unsigned 16-bit integers."""
     micro_batches: bytes = b""
-    """Unsigned numbers of 32 bits."""
+    """Unsigned 32-bit integers."""
     starts_s: bytes = b""
-    """Floating-point numbers of 64 bits, on the rank's own clock."""
+    """64-bit floats: seconds on the rank's own clock."""
     ends_s: bytes = b""
 
     @classmethod
     def of(cls, records: Sequence[ActionRecord]) -> ActionColumns:
-        """Return those of `records`."""
+        """Return the columns of `records`."""
         if not records:
             return cls()
         _, _, kinds, chunks, micro_batches, _, starts_s, ends_s = zip(*records, strict=True)
@@ -65,7 +65,7 @@ class ActionColumns(NamedTuple):
 
 
 class MeasuredColumns(NamedTuple):
-    """Messages at one of their ends as they travel: the columns of MESSAGE, in its order and types."""
+    """Messages, seen from one of their ends, as columns: the fields of MESSAGE, in its order and types."""
 
     peers: bytes = b""
     by_host: bytes = b""
@@ -78,7 +78,7 @@ class MeasuredColumns(NamedTuple):
 
     @classmethod
     def of(cls, times: Sequence[MessageTimes], start_s: float) -> MeasuredColumns:
-        """Return those of messages with these `times`; `start_s`: when the rank's iteration started, by the same
+        """Return the columns of messages with these `times`. `start_s`: start of the rank's iteration on the same
         clock."""
         if not times:
             return cls()
@@ -96,7 +96,7 @@ class MeasuredColumns(NamedTuple):
         )
 
     def messages(self) -> Messages:
-        """Their array. Raises ValueError for columns that are none."""
+        """Return the messages as an array. Raises ValueError for malformed columns."""
         found = np.empty(len(self.by_host), MESSAGE)
         for name, column in zip(MESSAGE.names or (), self, strict=True):
             values = np.frombuffer(column, MESSAGE[name])
@@ -108,9 +108,9 @@ class MeasuredColumns(NamedTuple):
 
 
 _ACTION_TYPES = tuple(map(np.dtype, ("<u1", "<u2", "<u4", "<f8", "<f8")))
-"""Those of the columns of actions, letters as their codes."""
+"""Types of the columns of actions; letters as their codes."""
 _HOST, _GRADIENT = Path.HOST, Direction.GRADIENT
-"""Looked up once: enum's own look-up takes as long as all else that is done with a message here."""
+"""Looked up once: the look-up by enum takes as long as everything else done with a message here."""
 
 
 def _column(code: str, values: Iterable[Any]) -> bytes:
@@ -122,39 +122,41 @@ def _column(code: str, values: Iterable[Any]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class StageMeasurement:
-    """One rank's iteration. It travels in columns, for a training process has no time to condense it; what is made of
-    these is made where it is used, once. All moments of that are on the pipeline's common clock, in seconds."""
+    """One rank's iteration, as columns: the training process has no time to summarize them.
+
+    The properties below are computed once, where they are used. Their times are seconds on the pipeline's common
+    clock.
+    """
 
     pipeline: int
-    """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
+    """First global rank of the pipeline's group."""
     stage: int
     iteration: int
-    """Number in traces and message keys, which counts evaluations."""
+    """Number as in traces and message keys, where evaluations count, too."""
     micro_batches: int
     actions: ActionColumns = ActionColumns()
     sends: MeasuredColumns = MeasuredColumns()
     receives: MeasuredColumns = MeasuredColumns()
     begun_s: float = 0.0
-    """Start of the first action, or of an iteration without any, by the rank's own clock."""
+    """Start of the first action, or of an iteration without actions, on the rank's own clock."""
     memory: StageMemory | None = None
-    """None where memory is not measured, or not yet."""
+    """None if memory is not measured, or not known yet."""
     clock_offset_s: float = 0.0
-    """What leads from this rank's clock to the common one."""
+    """Seconds to add to this rank's clock to get the common one."""
     probes: tuple[ProbeTimes, ...] = ()
-    """Times of probes that this rank has sent, by the clocks of either end."""
+    """Times of probes that this rank has sent; each end's on its own clock."""
     broken: tuple[BrokenPath, ...] = ()
     """Paths of this rank's outgoing links that were broken when the iteration ended."""
     disturbance: str | None = None
-    """What may have disturbed all timings of this rank."""
+    """What may have disturbed all timings of this rank; None if nothing."""
     nbytes: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of the messages of each micro-batch that has any, also where another replica's cell is at their other
-    end."""
+    """Bytes of the messages of each micro-batch with messages, those with another replica's cells included."""
     work: tuple[str, ...] = ()
-    """By chunk: what it computes, in a word that is the same where it is as much."""
+    """By chunk: text that describes its layers, equal for equal work."""
 
     @cached_property
     def _columns(self) -> tuple[npt.NDArray[Any], ...]:
-        """Kinds as letters' codes, chunks, micro-batches, starts and ends of the actions."""
+        """Columns of the actions: kinds (codes of letters), chunks, micro-batches, starts, ends."""
         columns = self.actions.kinds.encode(), *self.actions[1:]
         found = tuple(np.frombuffer(column, dtype) for column, dtype in zip(columns, _ACTION_TYPES, strict=True))
         if len(counts := set(map(len, found))) > 1:
@@ -163,7 +165,7 @@ class StageMeasurement:
 
     @cached_property
     def _places(self) -> Mapping[tuple[str, int], npt.NDArray[np.intp]]:
-        """Positions of the actions of each kind and chunk."""
+        """Indices of the actions of each kind and chunk."""
         kinds, chunks, *_others = self._columns
         codes = kinds.astype(np.int64) << 16 | chunks
         return {
@@ -185,8 +187,8 @@ class StageMeasurement:
 
     @cached_property
     def sizes(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
-        """By kind and chunk: bytes of the messages of each action's micro-batch, which are proportional to its tokens;
-        one value where all are alike, and none where they are not known."""
+        """By kind and chunk: bytes of the messages of each action's micro-batch, which are proportional to its tokens.
+        One value if all are equal; no entry if any is unknown."""
         if not self.nbytes:
             return {}
         micro_batches = self._columns[2].tolist()
@@ -196,12 +198,14 @@ class StageMeasurement:
 
     @cached_property
     def sent(self) -> Messages:
-        """`peer` is the target; a message is posted and done when it could leave."""
+        """Messages sent: `peer` is the target; `posted_s` and `done_s` are both the time when the message could
+        leave."""
         return self.sends.messages()
 
     @cached_property
     def received(self) -> Messages:
-        """`peer` is the source; posted when it was asked for, done when it had arrived."""
+        """Messages received: `peer` is the source; posted when the receive was posted, done when the message had
+        arrived."""
         return self.receives.messages()
 
 
@@ -230,12 +234,12 @@ def stage_measurement(
     idle: tuple[int, float] | None = None,
     work: tuple[str, ...] = (),
 ) -> StageMeasurement:
-    """One rank's measurement; `clock_offset_s` is added to its local moments.
+    """Return one rank's measurement. `clock_offset_s`: seconds to add to its local times.
 
-    `idle`: number and beginning of the iteration, for a cell that others relieve of all its work: it has no records.
+    `idle`: number and start of the iteration, for a cell whose work has all been rerouted and that has no records.
 
-    `ready_s`: when messages had been computed, where they are posted before that (on a GPU). `nbytes`: of the messages
-    of each micro-batch that has any.
+    `ready_s`: when messages were computed, if they are posted earlier (on a GPU). `nbytes`: bytes of the messages of
+    each micro-batch with messages.
     """
     if records:
         iteration, begun_s = records[0].iteration, min(record.start_s for record in records)
@@ -269,14 +273,16 @@ _DECODED: Decoder[StageMeasurement] = Decoder(StageMeasurement, MAX_REPORT_NBYTE
 
 
 def measurement_of(packet: bytes) -> StageMeasurement:
-    """A measurement as it travelled. Raises ValueError for anything else."""
+    """Decode a measurement. Raises ValueError if it is malformed."""
     found = _DECODED(packet)
+    # Computed now, so that malformed columns raise here and not in a decider.
     _ = found.span_s, found.durations_s, found.sizes, found.sent, found.received  # which raise it, too
     return found
 
 
 def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
-    """Fraction of its pipeline's iteration, 0..1, in which a rank did not compute: the mean over all ranks."""
+    """Return the fraction of its pipeline's iteration, 0..1, in which a rank did not compute: the mean over all
+    ranks."""
     spans_s = _spans_s(measurements)
     return statistics.fmean(
         1.0 - float(sum(values.sum() for values in measurement.durations_s.values())) / spans_s[measurement.pipeline]
@@ -285,12 +291,12 @@ def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
 
 
 def iteration_s(measurements: Sequence[StageMeasurement]) -> float:
-    """Seconds from the first action to the last one, in the pipeline that took longest; never 0."""
+    """Return the seconds from the first action to the last one, in the slowest pipeline; never 0."""
     return max(_spans_s(measurements).values())
 
 
 def _spans_s(measurements: Sequence[StageMeasurement]) -> dict[int, float]:
-    """By pipeline, for each has a clock of its own."""
+    """Return the seconds of an iteration by pipeline; each pipeline has a clock of its own."""
     of_pipeline: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for measurement in measurements:
         of_pipeline[measurement.pipeline].append(measurement.span_s)
@@ -301,7 +307,7 @@ def _spans_s(measurements: Sequence[StageMeasurement]) -> dict[int, float]:
 
 
 def message_order(messages: Messages) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """By what messages are ordered: their peer and path (2 * peer, and 1 for the host path), and then their key."""
+    """Return the sort keys of messages: by peer and path (2 * peer, plus 1 for the host path), then by message key."""
     groups = messages["peer"].astype(np.int64) << 1 | messages["host"]
     chunk, gradient = messages["chunk"].astype(np.int64), messages["gradient"]
     return groups, messages["micro_batch"].astype(np.int64) << 17 | chunk << 1 | gradient

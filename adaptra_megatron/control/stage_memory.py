@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure how many activations this rank's device has room for, while it trains.
 
-What an activation takes is the growth of the allocated bytes over its forward, what a weight gradient that waits holds
-is what is left of that after the input gradient (or more), the peak of each action says what it needs beside them, and
-the device says how much is free. All of it is bookkeeping of the host: nothing here waits for the device.
+The bytes of an activation are the growth of the allocated bytes over its forward. A pending weight gradient holds what
+is left of them after the input gradient. The peak of each action shows what it needs in addition, and the device
+reports its free bytes. Only the allocator's counters on the host are read: nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ import numpy as np
 from adaptra_megatron.schedule.ir import Kind
 
 SETTLED_ITERATIONS = 2
-"""Training iterations that are not looked at: the first optimizer step allocates the optimizer's state."""
+"""First training iterations, which are not measured: the first optimizer step allocates the optimizer's state."""
 SETTLED_ITERATIONS_FP16 = 32
-"""With dynamic loss scaling the first steps are skipped, and with them that allocation: a scale of 2^32 is halved in
-each, and is below 2^16 by then."""
+"""The same with dynamic loss scaling, where the first steps are skipped, and that allocation with them: each halves a
+scale of 2^32, which is below 2^16 by then."""
 SAMPLED_ITERATIONS = 2
-"""How many iterations of each plan are looked at action by action; then only every so many."""
+"""Iterations of each new plan that are measured action by action; later, only one of `SAMPLED_EVERY`."""
 SAMPLED_EVERY = 64
 TYPICAL = 0.9
-"""Quantile of what micro-batches take: not the most, so that one that meets a first-time allocation does not count."""
+"""Quantile of the bytes of micro-batches. Not the maximum, so that one first-time allocation does not count."""
 
 
 class DeviceBytes(NamedTuple):
-    """The device as a whole."""
+    """Memory of the whole device, in bytes."""
 
     free: int
-    """In no process's hands."""
+    """Bytes that no process has taken."""
     total: int
 
 
 class MemorySource(Protocol):
-    """The allocator of the memory that activations are in. Nothing here waits for a device."""
+    """The allocator of the activations' memory. No call waits for a device."""
 
     def allocated_nbytes(self) -> int:
-        """In live tensors of this process."""
+        """Return the bytes in live tensors of this process."""
 
     def reserved_nbytes(self) -> int:
-        """Taken from the device by this process for tensors, whether in use or not."""
+        """Return the bytes that this process has taken from the device for tensors, in use or not."""
 
     def begin_peak(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
 
     def peak_nbytes(self) -> int:
-        """Most bytes since `begin_peak` that could not be handed out: those in live tensors, and those of freed ones
-        that another stream of the device may still use."""
+        """Return the peak since `begin_peak` of the bytes in live tensors, and in freed ones that another stream of
+        the device may still use."""
 
     def device_nbytes(self) -> DeviceBytes: ...
 
     def shortages(self) -> int:
-        """Return how often, so far, the device had nothing left and cached memory had to be given back to it first."""
+        """Return how often, so far, cached memory had to be given back because the device was full."""
 
 
 def make_meter(source: MemorySource, fraction: float, *, fp16: bool, spans: int = 0) -> MemoryMeter:
-    """A meter for a job that trains in fp16, with dynamic loss scaling, or not. `fraction`, `spans`: as for
+    """Create a meter. `fp16`: whether the job trains with dynamic loss scaling. `fraction`, `spans`: see
     MemoryMeter."""
     return MemoryMeter(source, fraction, SETTLED_ITERATIONS_FP16 if fp16 else SETTLED_ITERATIONS, spans)
 
@@ -70,37 +70,37 @@ class StageMemory:
     """One rank's memory in one iteration."""
 
     room: float
-    """Activations (of one chunk's micro-batch, the largest of the rank's chunks) that it can hold, those that it held
-    included; not rounded."""
+    """Activations that it has room for in total, not rounded. An activation is that of one micro-batch and chunk, of
+    the largest chunk."""
     activation_nbytes: float
     """Bytes of one activation, its input included."""
     free_nbytes: float
-    """Left at the moment of most use, within the allowed fraction of the device."""
+    """Free bytes at the moment of highest use, within the allowed fraction of the device."""
     released_at_backward_input: float | None
-    """The fraction of an activation that is free after its input gradient, at most 1; negative where a weight gradient
-    that waits holds more than an activation, as with sequence parallelism. None until a split backward was seen."""
+    """Fraction of an activation that its input gradient releases, at most 1. Negative if a pending weight gradient
+    holds more than the activation, as with sequence parallelism. None until a split backward has run."""
     guessed: bool = False
-    """True while that fraction comes from whole backwards of recomputed layers: at most so much will be held."""
+    """Whether that fraction is an upper bound of what is held, estimated from whole backwards of recomputed layers."""
 
 
 class _Change(NamedTuple):
     kind: Kind
     chunk: int
     nbytes: int
-    """Allocated bytes after the action less those before it."""
+    """Allocated bytes after the action minus those before."""
     peak_nbytes: int
-    """Most bytes in use since the action before it ended."""
+    """Peak of the bytes in use since the end of the action before."""
 
 
 class MemoryMeter:
-    """Measures one rank. Not safe for threads: it belongs to the one that runs the pipeline."""
+    """Measures one rank's memory. Not thread-safe: for the thread that runs the pipeline."""
 
     def __init__(
         self, source: MemorySource, fraction: float, settled_iterations: int = SETTLED_ITERATIONS, spans: int = 0
     ) -> None:
-        """`fraction`: of the device's memory, what may be in use; the rest is for fragmentation and surprises.
+        """Set up. `fraction`: share of the device's memory that may be in use; the rest allows for fragmentation.
 
-        `settled_iterations`: see SETTLED_ITERATIONS. `spans`: of layers that a backward recomputes one after the other.
+        `settled_iterations`: see SETTLED_ITERATIONS. `spans`: spans of layers that a backward recomputes one by one.
         """
         self._source = source
         self._fraction = fraction
@@ -118,18 +118,18 @@ class MemoryMeter:
         self._held_nbytes = 0.0
         self._beside_nbytes = 0.0
         self._waiting_nbytes: float | None = None
-        """What a weight gradient holds that waits: the most of any chunk. None until one was seen."""
+        """Bytes that a pending weight gradient holds: the most of any chunk. None until one has been measured."""
         self._recomputed_nbytes = 0.0
-        """What whole backwards need beside activations at most: one recomputed span and its gradients."""
+        """Most bytes that a whole backward needs besides activations: one recomputed span and its gradients."""
         self._shortages = source.shortages()
 
     @property
     def activation_nbytes(self) -> float | None:
-        """Bytes of one activation; None until it is known."""
+        """Bytes of one activation; None until measured."""
         return self._activation_nbytes
 
     def begin(self, plan: int) -> None:
-        """Start of a training iteration that runs plan number `plan`, while no activations are held."""
+        """Start a training iteration that runs plan number `plan`, while no activations are held."""
         if plan != self._plan:
             self._plan, self._samples_of_plan = plan, 0
         self._since_sample += 1
@@ -144,22 +144,22 @@ class MemoryMeter:
             self._changes.clear()
 
     def before(self) -> None:
-        """An action has its message and is about to compute."""
+        """Note that an action has its input and is about to compute."""
         if self._sampling:
             self._before_nbytes = self._source.allocated_nbytes()
 
     def after(self, kind: Kind, chunk: int) -> None:
-        """It has been computed (on a GPU: launched; memory is accounted at launch)."""
+        """Note that the action has been computed (on a GPU: launched; the allocator counts at launch)."""
         if self._sampling:
             nbytes = self._source.allocated_nbytes() - self._before_nbytes
             self._changes.append(_Change(kind, chunk, nbytes, self._source.peak_nbytes()))
             self._source.begin_peak()
 
     def finish(self, message_nbytes: int) -> StageMemory | None:
-        """Return what the iteration showed, once its last action has run; None until anything is known.
+        """Return the memory measured so far, after the last action of an iteration; None until anything is known.
 
-        `message_nbytes`: of the largest activation received in it. It is part of what is held until the backward, but
-        was allocated before the forward began.
+        `message_nbytes`: bytes of the largest activation received. It is held until the backward, but it was allocated
+        before the forward began.
         """
         if self._sampling:
             self._take_in(message_nbytes)
@@ -168,7 +168,7 @@ class MemoryMeter:
             return None
         shortages = self._source.shortages()
         if shortages > self._shortages:
-            # The device is full although there should be room: fragments, most likely. Count on one less each time.
+            # The device is full although there should be room, probably fragmented: allow one activation less.
             self._beside_nbytes += self._activation_nbytes
             self._shortages = shortages
         free, total = self._source.device_nbytes()
@@ -209,10 +209,11 @@ class MemoryMeter:
 
 
 def _typical_nbytes(changes: Sequence[_Change], message_nbytes: int) -> tuple[dict[int, float], dict[int, float]]:
-    """By chunk, what an activation takes, and what its weight gradient holds while it waits.
+    """Return by chunk the bytes of an activation, and the bytes that its pending weight gradient holds. Both include
+    the sent message.
 
-    The second is what the first has grown to by the end of the input gradient of the same micro-batch: those of a chunk
-    run in one order. The message sent is part of both.
+    The latter is the growth over the forward plus that over the input gradient of the same micro-batch: the
+    micro-batches of a chunk run in one order.
     """
     taken: dict[int, list[int]] = defaultdict(list)
     waiting: dict[int, list[int]] = defaultdict(list)

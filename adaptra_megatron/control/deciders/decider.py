@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define deciders, what they share while one decision is made, and the costs that a plan is made for."""
+"""Define deciders, the context they share during one decision, and the costs that plans are made for."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from adaptra_megatron.transport.link_paths import Path
 DirectedLink = tuple[int, int]
 """Source and target stage."""
 InUse = dict[tuple[int, int, int], LinkId]
-"""By pipeline, source and target: the path that messages take."""
+"""The path in use, by pipeline, source and target."""
 
 
 def paths_in_use(before: InUse, sample: IterationSample) -> InUse:
-    """The path that carried most of each link's messages in `sample`; where there were none, as before."""
+    """Return the path that carried most messages of each link in `sample`; a link without messages keeps its path."""
     after, most = dict(before), dict[tuple[int, int, int], int]()
     for link, carried in sample.links.items():
         place = link.pipeline, link.source, link.target
@@ -55,11 +55,11 @@ def estimate_costs(
     caps: tuple[float | None, ...],
     released_at_backward_input: tuple[float, ...],
 ) -> Costs | None:
-    """Costs of the slowest pipeline, stage by stage and link by link; None until every action has been measured.
+    """Return the costs of the slowest pipeline, by stage and by link; None until every action has been measured.
 
-    A stage whose backwards ran whole lately (in stock's order, say) keeps the costs that they had when split, and the
-    other way round. Where plans are not to split them (`can_split`), what ran counts: a whole backward as input
-    gradient, a split one as it is. Where all ran whole so far (`layout.whole_first`), the parts are guessed from them.
+    A stage that lately ran whole backwards (in stock's order, say) keeps its earlier costs of split ones, and vice
+    versa. `can_split`: whether plans split backwards. If not, a whole backward counts as the input gradient. If all
+    backwards ran whole so far (`layout.whole_first`), the costs of the parts are estimated.
     """
     slowest = _slowest(estimates)
     if can_split and layout.whole_first:
@@ -95,7 +95,7 @@ def estimate_costs(
 
 
 def link_figures(estimates: Estimates, in_use: InUse) -> dict[DirectedLink, LinkFigures]:
-    """Figures for TensorBoard and Prometheus: each link as it is in the pipeline where it is slowest."""
+    """Return figures for TensorBoard and Prometheus: each link as in the pipeline where it is slowest."""
     figures = {}
     for link, found in _by_link(estimates, in_use).items():
         slowest = max(found, key=lambda estimate: estimate.transfer_s)
@@ -108,7 +108,7 @@ def link_figures(estimates: Estimates, in_use: InUse) -> dict[DirectedLink, Link
 
 
 def _slowest(estimates: Estimates) -> dict[tuple[int, Kind, int], float]:
-    """Seconds by stage, kind and chunk, the slowest pipeline's."""
+    """Return the seconds of the slowest pipeline, by stage, kind and chunk."""
     found: dict[tuple[int, Kind, int], float] = {}
     for identity, estimate in estimates.stages.items():
         for (kind, chunk), seconds in estimate.durations_s.items():
@@ -118,8 +118,10 @@ def _slowest(estimates: Estimates) -> dict[tuple[int, Kind, int], float]:
 
 
 def _guess_parts(seconds: dict[tuple[int, Kind, int], float]) -> None:
-    """Add what input and weight gradients take, where only whole backwards were measured: those recompute the forward,
-    and what is left is half one and half the other."""
+    """Add estimates for input and weight gradients where only whole backwards were measured.
+
+    Layers are recomputed in the backward then: the input gradient gets the time of a forward and half the rest.
+    """
     for (stage, kind, chunk), whole_s in list(seconds.items()):
         parts = (stage, Kind.BACKWARD_INPUT, chunk), (stage, Kind.BACKWARD_WEIGHT, chunk)
         if kind is Kind.BACKWARD and not any(part in seconds for part in parts):
@@ -129,14 +131,14 @@ def _guess_parts(seconds: dict[tuple[int, Kind, int], float]) -> None:
 
 
 def _table(slowest: Mapping[tuple[int, Kind, int], float], kind: Kind, layout: Layout) -> PerChunk | None:
-    """By stage and chunk; None where one has not been measured."""
+    """Return the seconds by stage and chunk; None if any has not been measured."""
     rows = [[slowest.get((stage, kind, chunk)) for chunk in range(layout.chunks)] for stage in range(layout.stages)]
     known = [[seconds for seconds in row if seconds is not None] for row in rows]
     return tuple(map(tuple, known)) if known == rows else None
 
 
 def _by_link(estimates: Estimates, in_use: InUse) -> dict[DirectedLink, Sequence[LinkEstimate]]:
-    """Estimates of each link, in all pipelines."""
+    """Return the estimates of each link, from all pipelines."""
     found: dict[DirectedLink, list[LinkEstimate]] = {}
     for identity in in_use.values():
         if identity in estimates.links:
@@ -150,12 +152,12 @@ def _slowest_link(found: Iterable[LinkEstimate]) -> LinkCost:
 
 
 class Context:
-    """State that is known when a decision is made. Deciders find in it what those before them have changed."""
+    """Shared state of one decision. A decider sees what those before it have changed."""
 
     routed = False
-    """True where micro-batches are routed between replicas, so that no pipeline's own order counts."""
+    """Whether micro-batches are routed between replicas, so that no pipeline has an order of its own."""
     forecast: Forecast | None = None
-    """Forecast of an iteration under the new plan; None where the plan does not change, or there is none."""
+    """Forecast under the new plan; None if the plan does not change."""
 
     def __init__(
         self,
@@ -166,16 +168,16 @@ class Context:
         number: int,
         estimate_costs: Callable[[Context], Costs | None],
     ) -> None:
-        """`latest`: the last iteration of all ranks. `findings`: new since the last decision. `carried`: the path that
-        messages of each link took. `number`: of the plan that runs."""
+        """Set up. `latest`: measurements of the last iteration. `findings`: new since the last decision. `carried`:
+        the path that each link's messages took. `number`: number of the current plan."""
         self.latest, self.estimates, self.findings, self.carried = latest, estimates, findings, carried
         self.in_use = carried
-        """Expected path of each link."""
+        """The expected path of each link."""
         self.number = number
         self.reasons: list[Reason] = []
-        """Why the next plan is another one than this, in words."""
+        """Why the plan changes."""
         self.before: Costs | None = None
-        """Costs as they would be without these changes."""
+        """The costs without these changes."""
         self._estimate_costs = estimate_costs
 
     @property
@@ -185,35 +187,36 @@ class Context:
 
     @cached_property
     def costs(self) -> Costs | None:
-        """Expected costs; None until every action has been measured."""
+        """The expected costs; None until every action has been measured."""
         return self._estimate_costs(self)
 
     def expect(self, in_use: InUse) -> None:
-        """Links are to be expected to take these paths."""
+        """Set the expected path of each link. The costs follow."""
         self.in_use = in_use
         self.__dict__.pop("costs", None)
 
     def change(self, reasons: Sequence[Reason]) -> None:
-        """The plan that is decided on is another one than that which runs."""
+        """Declare that this decision changes the plan, for `reasons`."""
         self.before = self.costs if self.before is None else self.before
         self.reasons += reasons
 
 
 class DecisionTelemetry(Protocol):
-    """Part of RunTelemetry that deciders use."""
+    """The part of RunTelemetry that deciders use."""
 
     def log(self, event: Event) -> None:
-        """Something happened, in the iteration that runs."""
+        """Record an event of the current iteration."""
 
     def requests(self) -> tuple[Iterations, ...]:
-        """Return which iterations every rank is to trace, new since the last call."""
+        """Return the iterations that every rank is asked to trace, new since the last call."""
 
 
 class Decider(Protocol):
     """Decides on one section of each decision."""
 
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
-        """Take one iteration of all ranks in; `sample`: the two ends of its messages joined."""
+        """Take in one iteration. `measurements`: of all ranks. `sample`: the same, with both ends of each message
+        joined."""
 
     def decide(self, context: Context) -> Section | None:
-        """Return what is to run; None where there is nothing to say."""
+        """Return this decider's section; None if nothing changes."""

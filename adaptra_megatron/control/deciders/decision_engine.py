@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the measurements of a replica into decisions: what is found, and what each decider makes of it."""
+"""Turn the measurements of a replica into decisions: run the detector, then each decider."""
 
 from __future__ import annotations
 
@@ -53,36 +53,36 @@ from adaptra_megatron.telemetry.figures.scalars import JobFigures, MemoryFigures
 from adaptra_megatron.transport.link_paths import Path
 
 RISE_AFTER = 8
-"""Iterations in a row in which there must be room for more before a cap rises."""
+"""Consecutive iterations with room for more activations before a cap rises."""
 RISE_MARGIN = 0.25
-"""Room that there must be then beyond a whole activation, in activations: what is just enough may not be next time."""
+"""Room beyond a whole activation, in activations, that a rise needs: room that is just enough may be gone next time."""
 RELEASED_STEP = 0.125
-"""Released fractions are rounded down to multiples of this: plans are not made anew for noise."""
+"""Released fractions are rounded down to multiples of this, so that noise does not cause new plans."""
 
 
 @dataclass
 class _StageCap:
     room: int
-    """Activations, whole."""
+    """Whole activations."""
     more_for: int = 0
-    """Iterations in a row with room for more."""
+    """Consecutive iterations with room for more."""
     more: int = 0
-    """The least of what there was room for in them."""
+    """The smallest room in these iterations, in activations."""
 
 
 class MeasuredCaps:
-    """Activations that each stage has room for, over all its replicas. Falls at once, rises slowly."""
+    """Number of activations that each stage has memory for, over all its replicas. Falls at once, rises slowly."""
 
     def __init__(self) -> None:
         self.latest: dict[int, StageMemory] = {}
-        """By stage: the replica with the least room, in the latest iteration that told."""
+        """By stage: the memory of the replica with the least room, in the latest iteration with a report."""
         self._caps: dict[int, _StageCap] = {}
         self._released: dict[int, float] = {}
         self._guessed: set[int] = set()
-        """Stages whose released fraction has not been measured yet."""
+        """Stages whose released fraction is estimated, not measured."""
 
     def observe(self, reports: Iterable[tuple[int, StageMemory | None]]) -> None:
-        """One iteration's reports of all ranks, each with its stage. Who reports nothing changes nothing."""
+        """Take in one iteration's reports (stage, memory) of all ranks. A rank with None reports nothing."""
         least: dict[int, StageMemory] = {}
         for stage, memory in reports:
             if memory is None:
@@ -96,16 +96,17 @@ class MeasuredCaps:
 
     @property
     def rooms(self) -> Mapping[int, int]:
-        """Activations by stage; without the stages of which nothing is known."""
+        """Room by stage, in activations; stages that never reported are missing."""
         return {stage: cap.room for stage, cap in self._caps.items()}
 
     def released_at_backward_input(self, stages: int) -> tuple[float, ...]:
-        """By stage, the fraction that it releases at least (negative: it holds that much more); 0 until it has told."""
+        """Return by stage the least measured fraction of an activation that an input gradient releases; 0 if unknown.
+        It is negative where the input gradient takes memory."""
         released = (self._released.get(stage, 0.0) for stage in range(stages))
         return tuple(math.floor(fraction / RELEASED_STEP) * RELEASED_STEP for fraction in released)
 
     def figures(self, caps: Sequence[float | None]) -> dict[int, MemoryFigures]:
-        """Return the figures for TensorBoard and Prometheus, by stage. `caps`: the stages' caps in plans."""
+        """Return the figures for TensorBoard and Prometheus, by stage. `caps`: activations of each stage in plans."""
         return {
             stage: MemoryFigures(
                 activation_nbytes=memory.activation_nbytes,
@@ -116,7 +117,7 @@ class MeasuredCaps:
         }
 
     def short_of(self, caps: Sequence[float | None]) -> str | None:
-        """The stage that has less room than `caps` allow it, in words."""
+        """Describe the first stage with less room than `caps` allow it; None if there is none."""
         for stage, cap in enumerate(caps):
             if stage in self._caps and cap is not None and self._caps[stage].room < cap:
                 nbytes = self.latest[stage].activation_nbytes
@@ -127,7 +128,7 @@ class MeasuredCaps:
         return None
 
     def _take_in_released(self, stage: int, memory: StageMemory) -> None:
-        """The least of what was measured counts, and until then the least of what was guessed."""
+        """Keep the smallest measured fraction; estimates count only until the first measurement."""
         released, known = memory.released_at_backward_input, self._released.get(stage, 1.0)
         if released is None or (memory.guessed and stage in self._released and stage not in self._guessed):
             return
@@ -144,6 +145,7 @@ class MeasuredCaps:
         if cap is None:
             self._caps[stage] = _StageCap(whole)
             return
+        # A fall takes effect at once, because the next plan must fit. A rise waits: each new cap calls for a new plan.
         if whole < cap.room:
             self._caps[stage] = _StageCap(whole)
             return
@@ -158,19 +160,21 @@ class MeasuredCaps:
 
 
 BUFFERED_NBYTES = 16 << 20
-"""More than NCCL may have sent of a message that is not awaited: twice its buffers (NCCL_BUFFSIZE, 4 MiB) of 2 CTAs."""
+"""Bytes of a message that NCCL may have sent before its receive is posted. More than twice its buffers (NCCL_BUFFSIZE,
+4 MiB) of 2 CTAs."""
 
 
 def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bool = False) -> IterationSample:
-    """One iteration of all ranks as the detector takes it in.
+    """Join one iteration's measurements of all ranks into a sample for the detector.
 
-    A message that was sent on a path and did not arrive by it counts as lost there, if its receiver was heard.
-    `rendezvous`: whether messages of the device path leave when their receives have been posted, as over NCCL.
+    A message that was sent on a path and did not arrive by it counts as lost there, if its receiver reported.
+    `rendezvous`: whether a message of the device path leaves once its receive is posted, as over NCCL.
     """
     received: dict[LinkId, _End] = {}
     for measurement in measurements:
         for source, path, end in _ends(measurement.received, measurement.span_s[0]):
             received[LinkId(measurement.pipeline, source, measurement.stage, path.value)] = end
+    # Without its receiver's report, a message that did not arrive cannot be told from one that did.
     heard = {(measurement.pipeline, measurement.stage) for measurement in measurements}
     links = {}
     for measurement in measurements:
@@ -191,7 +195,8 @@ def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bo
 
 
 class _End(NamedTuple):
-    """The messages of one path of one link at one of its ends, in order of their keys; moments on the common clock."""
+    """The messages of one path of one link, seen from one end, in order of their keys. Times are on the common
+    clock."""
 
     codes: npt.NDArray[np.int64]
     """Keys as numbers."""
@@ -201,7 +206,7 @@ class _End(NamedTuple):
 
 
 def _ends(messages: Messages, start_s: float) -> Iterator[tuple[int, Path, _End]]:
-    """By peer and path."""
+    """Yield the messages by peer and path. `start_s`: common time that theirs are relative to."""
     if not len(messages):
         return
     groups, codes = message_order(messages)
@@ -217,27 +222,30 @@ def _ends(messages: Messages, start_s: float) -> Iterator[tuple[int, Path, _End]
 
 
 def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> MessageColumns:
-    """The messages that were sent, each with its arrival."""
+    """Return the sent messages, each with its arrival time (NaN if it did not arrive)."""
     nothing = np.full(len(sent.codes), np.nan)
     if received is None:
         return MessageColumns(sent.nbytes, sent.done_s, nothing, nothing)
     arrived_s, posted_s = received.done_s, received.posted_s
+    # The receiver has not seen all of them, or others, too: match them by key.
     if not np.array_equal(sent.codes, received.codes):
         places = np.searchsorted(received.codes, sent.codes)
         places[places == len(received.codes)] = 0
         here = received.codes[places] == sent.codes
         arrived_s, posted_s = (np.where(here, column[places], np.nan) for column in (arrived_s, posted_s))
+    # Arrivals by the host path are seen when they happen, so the time of the receive's posting says nothing more.
     if path is Path.HOST:  # its arrivals are seen whether or not they are asked for
         return MessageColumns(sent.nbytes, sent.done_s, arrived_s, nothing)
     if not rendezvous:
         return MessageColumns(sent.nbytes, sent.done_s, arrived_s, posted_s)
+    # A large message waits for its receive. A small one is buffered, and leaves before.
     leaves = sent.nbytes > BUFFERED_NBYTES
     left_s = np.where(leaves, np.fmax(sent.done_s, posted_s), sent.done_s)
     return MessageColumns(sent.nbytes, left_s, arrived_s, np.where(leaves, np.nan, posted_s))
 
 
 def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:
-    """What is known of paths by other means than their messages."""
+    """Add the results of probes, and broken paths."""
     offset_s = {(measurement.pipeline, measurement.stage): measurement.clock_offset_s for measurement in measurements}
     for measurement in measurements:
         pipeline, stage, own_offset_s = measurement.pipeline, measurement.stage, measurement.clock_offset_s
@@ -258,10 +266,11 @@ def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMea
 
 
 class OrderDecider:
-    """Plans for the costs that the deciders before it have left; comes after all that change them."""
+    """Decides on the order of actions. Comes last: it plans with the costs that the other deciders change."""
 
     def __init__(self, book: PlanState, telemetry: DecisionTelemetry, running: Order | None = None) -> None:
-        """`book`: read for what runs before the first plan. `running`: what was decided before; None: nothing."""
+        """Set up. `book`: holds the order that runs before the first plan. `running`: the order decided before; None
+        if none."""
         self._book, self._telemetry = book, telemetry
         self._replanner = Replanner(book.layout)
         self._running: dict[int, Schedule] = {}
@@ -271,16 +280,17 @@ class OrderDecider:
             self._running[schedule.micro_batches] = schedule
 
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
-        """Costs tell all that counts."""
+        """Do nothing: the estimates in the context are enough."""
 
     def decide(self, context: Context) -> Order | None:
-        """A new order, where it is worth a switch; the forecast, too, where any other decider changes the plan."""
+        """Return a new order if it is worth a switch. Sets the forecast if any decider changes the plan."""
         costs, micro_batches = context.costs, context.micro_batches
         if costs is None or context.routed:
             return None
         if micro_batches not in self._running:
             self._running[micro_batches] = self._book.calibration_schedule(micro_batches)
         current = self._running[micro_batches]
+        # A finding on a path that no link takes, now or next, does not change the costs.
         relevant = {*context.in_use.values(), *context.carried.values()}
         why = [
             found.describe()
@@ -289,6 +299,7 @@ class OrderDecider:
         ]
         chosen, made = self._replanner.decide(costs, current, why, context.reasons)
         if made is None:
+            # Here, because it takes long: there is no new plan that would be late.
             if (wanted := self._replanner.worth_of_memory()) is not None:
                 self._telemetry.log(wanted)
             return None
@@ -296,6 +307,7 @@ class OrderDecider:
         if chosen is None and not context.reasons:
             return None
         before_s = made.current_predicted_s
+        # Without the other deciders' changes: the forecast shows the gain of the whole decision.
         if context.before is not None and current.micro_batches == micro_batches:
             before_s = iteration_s(self._book.layout, current, context.before)
         context.forecast = Forecast(made.predicted_s, before_s)
@@ -311,9 +323,9 @@ logger = logger_of(__name__)
 
 
 class DecisionEngine:
-    """Has each iteration judged by the detector, and the deciders decide. For one thread.
+    """Has the detector judge each iteration, and the deciders decide. Not thread-safe.
 
-    Where nothing is its to choose (policy observe), it says what is found and keeps what runs.
+    Under policy "observe" there are no deciders: findings are logged, and the current plan stays.
     """
 
     def __init__(
@@ -324,9 +336,9 @@ class DecisionEngine:
         running: Decision | None = None,
         routes: RoutePolicy | None = None,
     ) -> None:
-        """`book`: read for layout, caps and what runs before the first plan. `paths`: None where links have one path
-        only. `running`: what another leader has decided before; None: nothing. `routes`: None where micro-batches stay
-        in their replicas."""
+        """Set up. `book`: holds layout, caps and the order that runs before the first plan. `paths`: None if links
+        have one path only. `running`: the decision of an earlier leader; None if none. `routes`: None if micro-batches
+        stay in their replicas."""
         running = Decision(0) if running is None else running
         self._paths, self._route_policy = paths, routes
         self._book = book
@@ -334,23 +346,25 @@ class DecisionEngine:
         self._detector = Detector()
         self._in_use: InUse = {}
         self._deciders: dict[str, Decider] = {}
-        """By the section of the decision, in the order in which they decide."""
+        """By section of the decision, in the order in which they decide."""
         self._routes: RouteDecider | LiveCellDecider | None = None
         self._make_deciders(running)
         self._memory = MeasuredCaps()
         self._caps: Caps = (None,) * book.layout.stages
-        """Caps of the latest costs."""
+        """Caps of the latest costs, in activations by stage."""
         self._said_short = False
         self.costs: Costs | None = None
-        """The latest estimate."""
+        """The latest costs."""
         self._number = running.number
 
     def _make_deciders(self, running: Decision) -> None:
-        """Those that decide by the policy in force, which go on from `running`."""
+        """Create the deciders of the current policy; they continue from `running`."""
         book, telemetry, paths, routes = self._book, self._telemetry, self._paths, self._route_policy
+        # The state of an earlier policy's deciders does not carry over: all ranks drop their measured plans, too.
         self._deciders.clear()
         if paths is not None and not book.observes:
             self._deciders["paths"] = PathDecider(paths, telemetry, running.paths)
+        # A dead cell takes no work under any policy, so this decider survives a change.
         if self._routes is not None:  # dead cells take no work under any policy
             self._deciders["routing"] = self._routes
         elif routes is not None and (book.adapts or routes.dead):
@@ -361,7 +375,8 @@ class DecisionEngine:
             self._deciders["order"] = OrderDecider(book, telemetry, running.order)
 
     def _follow(self, policy: str) -> Paths | None:
-        """Have `policy` decided by from now on; where links take their own paths again, the section that says so."""
+        """Switch to `policy`. Returns the section that puts links back on their own paths, if they may have left
+        them."""
         before, self._book.number = self._book.policy, max(self._number, self._book.number) + 1
         self._book.follow(policy)
         self._number = self._book.number
@@ -370,8 +385,8 @@ class DecisionEngine:
         return Paths() if self._paths is not None and self._book.observes else None
 
     def decide(self, rounds: Sequence[Sequence[StageMeasurement]], policy: str = "") -> Decision:
-        """Return what to run next, given what all ranks measured in the latest iterations, at least one. `policy`:
-        asked for by a user; empty: none is."""
+        """Return the next decision. `rounds`: measurements of all ranks, by iteration, at least one. `policy`: the
+        policy that a user asked for; empty if none."""
         changes = policy not in ("", self._book.policy)
         paths = self._follow(policy) if changes else None
         findings = [finding for measurements in rounds for finding in self._observe(measurements)]
@@ -388,6 +403,7 @@ class DecisionEngine:
             if self.costs is None and not self._book.adapts:
                 logger.info("observed %s", describe(context.costs))
             self.costs = context.costs
+        # Under the new policy no decider of paths may be left to do this.
         if paths is not None:
             sections = {**sections, "paths": paths}
         self._number = number + bool(context.reasons)
@@ -401,7 +417,7 @@ class DecisionEngine:
         return Decision(self._number, forecast=context.forecast, told=told, **sections)
 
     def _observe(self, measurements: Sequence[StageMeasurement]) -> list[Finding]:
-        """Take one iteration in."""
+        """Take in one iteration of all ranks. Returns what the detector found."""
         sample = iteration_sample(measurements, rendezvous=self._book.layout.rendezvous)
         self._in_use = paths_in_use(self._in_use, sample)
         self._memory.observe((measurement.stage, measurement.memory) for measurement in measurements)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which of its two paths each link takes, and which are probed.
+"""Decide which of its two paths each link takes, and which idle paths are probed.
 
-Which of its two paths each link takes: pure decisions, from what the detector knows of both.
-The preferred path is taken while it is healthy, and not worse than the other one by far. Where it is not, the path
-wins that costs an iteration less; it must win by enough to be worth a change, and a change back needs the
-preferred path to be healthy again, which the detector says only after it has seen it for a while. With the same
-estimates nothing changes twice.
+A link takes the preferred path while that is healthy and not far worse than the other one. Otherwise it takes the path
+that costs an iteration less, if the gain is worth a change. It returns once the preferred path is healthy again, which
+the detector reports only after some time. With the same estimates nothing changes twice.
 """
 
 from __future__ import annotations
@@ -26,49 +24,51 @@ from adaptra_megatron.telemetry.events.events import PathChosen
 from adaptra_megatron.transport.link_paths import Path, PathSettings
 
 FAR_WORSE = 4.0
-"""A path that costs so many times what the other one does is left though nothing says that it was ever better."""
+"""A healthy preferred path is left only if it costs this many times as much as the other one,"""
 FAR_PER_ACTION = 0.5
 LEAST_FAR_S = 5e-3
-"""If it is worse by so much of the mean action, and by this, too: what is quick anyhow is left to the user."""
+"""and if it is worse by this share of the mean action and by these seconds. Smaller differences are left to the user.
+"""
 NO_LONGER_FAR = 0.5
-"""Share of both, below which such a path is taken again."""
+"""Share of both limits below which the link returns to the preferred path."""
 GAIN_SHARE = 0.2
-"""Least gain that is worth a change, as a share of a message's cost."""
+"""Least gain that is worth a change, as a share of the message's cost."""
 GAIN_PER_ACTION = 0.25
-"""Least gain that is worth a change, in mean actions: hardly any schedule notices less."""
+"""Least gain that is worth a change, in mean actions: smaller ones hardly change any schedule."""
 LEAST_GAIN_S = 2e-3
-"""Nor than this, by which the links of a busy host come and go."""
+"""Least gain that is worth a change, in seconds: on a busy host, links vary by as much."""
 _NEVER = math.inf
 """Cost of a message on a dead path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Training that paths are judged for."""
+    """Properties of the training that the cost of a path depends on."""
 
     preferred: Path
     micro_batches: int
     action_s: float
-    """Mean over the actions."""
+    """Mean seconds of an action."""
     period_s: float
-    """What the slowest stage computes per micro-batch: a link that is busy for longer holds all stages up."""
+    """Seconds of computation per micro-batch at the slowest stage: a link busy for longer delays all stages."""
     device_blocks: bool = False
-    """Set if messages of the device path may stand in front of computation in the device's queues: then one that takes
-    longer than an action, which its receive is posted ahead by, keeps computation for the rest."""
+    """Whether messages of the device path can block computation in the device's queues. Receives are posted one action
+    ahead: a message that takes longer blocks computation for the rest."""
     rendezvous: bool = False
-    """Set if the device path carries one message at a time, as over NCCL: the next waits until the last is there."""
+    """Whether the device path carries one message at a time, as over NCCL: the next waits until the last has arrived.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The path of one link, where it changes."""
+    """A change of one link's path."""
 
     link: LinkName
     before: Path
     path: Path
     message_s: Mapping[Path, float]
-    """Predicted seconds that a message costs on either path, waiting for its predecessors included; infinite on a dead
-    one. What nothing is known of is missing."""
+    """Predicted seconds that a message costs on each path, its wait for earlier messages included; infinite on a dead
+    path, missing on an unknown one."""
     why: Reason
 
     @property
@@ -77,22 +77,24 @@ class Choice:
         return reason_text(self.why)
 
     def describe(self) -> Reason:
-        """Return what changes, with why behind it."""
+        """Return the change, then why."""
         return f"{self.link} takes the {self.path.value} path", (": ", self.why)
 
     @property
     def gain_s(self) -> float | None:
-        """Predicted, per message; None where one of the two is not known, or is dead."""
+        """Predicted seconds saved per message; None if either path is unknown or dead."""
         if len(self.message_s) < 2 or max(self.message_s.values()) == _NEVER:
             return None
         return self.message_s[self.before] - self.message_s[self.path]
 
 
 def message_cost_s(estimate: LinkEstimate, path: Path, setting: Setting) -> float:
-    """Seconds that a message costs the pipeline: its way, and its share of what the link is behind at the end."""
+    """Return the seconds that a message costs the pipeline: its own time, its wait, and its share of the link's
+    backlog."""
     if estimate.state is State.DEAD:
         return _NEVER
     busy_s, queued_s = estimate.occupancy_s(estimate.nbytes), 0.0
+    # Until the pipeline is full, each action sends a message, which waits for the one before.
     if setting.rendezvous:  # before the pipeline is full, a message is sent with each action: it waits for the last one
         busy_s = max(busy_s, estimate.transfer_s) if path is Path.DEVICE else busy_s
         queued_s = max(0.0, busy_s - setting.action_s)
@@ -103,9 +105,10 @@ def message_cost_s(estimate: LinkEstimate, path: Path, setting: Setting) -> floa
 
 
 def choose(link: LinkName, before: Path, estimates: Mapping[Path, LinkEstimate], setting: Setting) -> Choice | None:
-    """The path that `link`, whose messages take `before`, is to take; None where it is that one."""
+    """Return the change of path that `link` needs, now on path `before`; None if it stays."""
     costs_s = {path: message_cost_s(estimate, path, setting) for path, estimate in estimates.items()}
     preferred, other = setting.preferred, setting.preferred.other
+    # Only using the path can tell.
     if preferred not in costs_s:
         return None  # nothing is known of it, and that can be learnt by taking it only
     why: Reason
@@ -125,7 +128,7 @@ def choose(link: LinkName, before: Path, estimates: Mapping[Path, LinkEstimate],
 
 
 def estimates_of(link: LinkName, estimates: Estimates) -> dict[Path, LinkEstimate]:
-    """Return what is known of the paths of `link`."""
+    """Return the estimates of both paths of `link`; unknown ones are missing."""
     found = {path: estimates.links.get(LinkId(*link, path.value)) for path in Path}
     return {path: estimate for path, estimate in found.items() if estimate is not None}
 
@@ -133,7 +136,7 @@ def estimates_of(link: LinkName, estimates: Estimates) -> dict[Path, LinkEstimat
 def _good_enough(
     before: Path, estimates: Mapping[Path, LinkEstimate], costs_s: Mapping[Path, float], setting: Setting
 ) -> bool:
-    """Return whether there is no reason to leave the preferred path. Both are known, and the other is alive."""
+    """Return whether the preferred path is good enough to take. Both paths are known, and the other one is not dead."""
     preferred = setting.preferred
     if estimates[preferred].state is not State.HEALTHY:
         return False
@@ -144,7 +147,7 @@ def _good_enough(
 
 
 def _cheaper(before: Path, costs_s: Mapping[Path, float], setting: Setting) -> Path:
-    """The path that costs less, if by enough."""
+    """Return the cheaper path if the gain is worth a change, else the current one."""
     there, here_s = before.other, costs_s[before]
     if here_s == _NEVER:
         return there
@@ -169,25 +172,25 @@ logger = logger_of(__name__)
 
 
 class PathDecider:
-    """Follows all links of the job. Comes before the order is decided on, which is planned for the paths to come."""
+    """Chooses the path of every link. Comes before the order's decider, which plans for these paths."""
 
     def __init__(self, policy: PathPolicy, telemetry: DecisionTelemetry, running: Paths | None = None) -> None:
-        """`running`: what was decided before; None: nothing."""
+        """Set up. `running`: the section decided before; None if none."""
         self._policy, self._telemetry = policy, telemetry
         diverted = () if running is None else running.diverted
         self._taken: dict[LinkName, Path] = dict.fromkeys(diverted, policy.preferred.other)
         self._unproven: dict[LinkName, int] = {}
-        """Links that took another path because theirs was not healthy any more, and since when it was not: what slows
-        one path may well slow the other, of which nothing newer may be known."""
+        """Links that left an unhealthy path, and the iteration since when it was unhealthy. The same cause may have
+        slowed the other path, too; older measurements of that do not count."""
         self._probes = ProbeSchedule(burst=PathSettings.measuring_probes)
 
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
-        """Learn which links there are."""
+        """Add links that are new in `sample`."""
         for link in sample.links:
             self._taken.setdefault(LinkName(link.pipeline, link.source, link.target), self._policy.preferred)
 
     def decide(self, context: Context) -> Paths:
-        """The path of every link, and what to measure."""
+        """Return the path of every link, and the links to probe."""
         estimates = context.estimates
         context.expect(self.in_use(context.carried, estimates))
         choices = [] if context.costs is None else self.choices(estimates, context.costs)
@@ -199,7 +202,7 @@ class PathDecider:
         return Paths(self.diverted, self.probed(estimates, context.micro_batches, iteration_s(context.latest)))
 
     def choices(self, estimates: Estimates, costs: Costs) -> list[Choice]:
-        """The links that are to take another path, given the costs of the paths that they take."""
+        """Return the changes of paths, given the costs with the current paths."""
         setting = _setting(self._policy, costs)
         found = (
             choose(link, path, estimates_of(link, estimates), setting) for link, path in sorted(self._taken.items())
@@ -207,7 +210,7 @@ class PathDecider:
         return [choice for choice in found if choice is not None]
 
     def take(self, choices: Iterable[Choice], estimates: Estimates) -> None:
-        """From the next decision on."""
+        """Apply the changes, from the next decision on."""
         for choice in choices:
             self._taken[choice.link] = choice.path
             self._unproven.pop(choice.link, None)
@@ -215,7 +218,7 @@ class PathDecider:
                 self._unproven[choice.link] = estimates_of(choice.link, estimates)[choice.before].since_iteration
 
     def _tell(self, choices: Iterable[Choice], number: int) -> None:
-        """Links are to take other paths from plan `number` on."""
+        """Log the changes, which come with plan `number`."""
         for choice in choices:
             logger.debug("%s", reason_text(choice.describe()))
             self._telemetry.log(
@@ -234,14 +237,15 @@ class PathDecider:
 
     @property
     def diverted(self) -> tuple[LinkName, ...]:
-        """Links that do not take the preferred path."""
+        """All links that do not take the preferred path."""
         return tuple(sorted(link for link, path in self._taken.items() if path is not self._policy.preferred))
 
     def in_use(self, carried: InUse, estimates: Estimates) -> InUse:
-        """The paths to plan for: what a link takes, if that is known to work, and else what carried its messages.
+        """Return the path of each link to plan for: its decided path if that is known to work, else the one it used
+        last.
 
-        A link that has just left a slow path is planned for as if it still took that, until the other one is seen to be
-        better: to expect too much costs time, to expect too little only memory, and that for a moment.
+        A link that has just left a slow path still counts as slow until the other path is seen to be better. Costs
+        that are too low delay the pipeline; costs that are too high only take memory, for a moment.
         """
         found = dict(carried)
         for link, path in self._taken.items():
@@ -257,7 +261,7 @@ class PathDecider:
         return found
 
     def probed(self, estimates: Estimates, micro_batches: int, iteration_s: float) -> tuple[LinkName, ...]:
-        """Links whose other path is to be measured in the next iteration, which takes about `iteration_s`."""
+        """Return the links whose idle path is probed in the next iteration, of about `iteration_s` seconds."""
         return self._probes.due(
             self._taken,
             estimates,
@@ -269,31 +273,31 @@ class PathDecider:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
-    """Rates of measuring the path that a link's messages do not take. A burst is a few probes in a row."""
+    """How often idle paths are probed. A burst is a few probes in a row."""
 
     share: float = 0.005
-    """Share of the messages that may be probes while all is well."""
+    """Probes as a share of messages, while both paths are healthy."""
     share_in_trouble: float = 0.05
-    """Same share while the path that is taken is slow, and may be worth leaving."""
+    """The same while either path is not healthy, so that a change may pay."""
     least_s: float = 1.0
-    """Least seconds between two bursts while all is well."""
+    """Least seconds between two bursts while both are healthy."""
     first_bursts: int = 4
-    """Bursts in the first iterations, one each: the path is to be measured before it is needed."""
+    """Bursts in the first iterations, one each, so that the path is known before it is needed."""
     attempts: int = 8
-    """Bursts in the first iterations while none is answered."""
+    """Bursts in the first iterations while no probe is answered."""
 
 
 class ProbeSchedule:
-    """Decides, once per iteration, which links have the path measured that their messages do not take."""
+    """Decides, once per iteration, which links probe their idle path."""
 
     def __init__(self, settings: ProbeSettings | None = None, *, burst: int) -> None:
-        """`burst`: probes at a time."""
+        """Set up. `burst`: probes in a row."""
         self._settings, self._burst = settings if settings is not None else ProbeSettings(), burst
         self._iteration = 0
         self._asked: dict[LinkName, int] = {}
-        """The iteration of the latest burst."""
+        """Iteration of each link's latest burst."""
         self._bursts: dict[LinkName, int] = {}
-        """Number of bursts so far."""
+        """Number of each link's bursts so far."""
 
     def due(
         self,
@@ -304,7 +308,7 @@ class ProbeSchedule:
         micro_batches: int,
         iteration_s: float,
     ) -> tuple[LinkName, ...]:
-        """The links to measure in the next iteration."""
+        """Return the links to probe in the next iteration. `taken`: the path that each link takes."""
         settings = self._settings
         self._iteration += 1
         seldom = max(
@@ -326,7 +330,7 @@ class ProbeSchedule:
     def _pause(
         self, link: LinkName, taken: LinkEstimate | None, idle: LinkEstimate | None, seldom: int, in_trouble: int
     ) -> int:
-        """Iterations from one burst to the next."""
+        """Return the iterations between two bursts."""
         first = self._settings.attempts if idle is None else self._settings.first_bursts
         if self._bursts.get(link, 0) < first:
             return 1

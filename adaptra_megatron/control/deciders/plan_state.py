@@ -25,36 +25,37 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 RELEASED_AT_BACKWARD_INPUT = 0.0
-"""Megatron's native layers keep inputs and output gradients of their linears until W: about the whole activation."""
+"""Fraction of an activation that an input gradient releases: Megatron's linear layers keep their inputs and output
+gradients until W, nearly the whole activation."""
 PLANNING_S = 0.2
-"""Work on one plan, on one core of the leading rank, concurrently with training."""
+"""Seconds to compute one plan, on one core of the leader, concurrently with training."""
 
 
 class PlanMismatchError(ValueError):
-    """A given plan is for other iterations than those that run."""
+    """A given plan is for another number of micro-batches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The pipeline a plan is for."""
+    """Properties of the pipeline that plans depend on."""
 
     stages: int
     chunks: int
     group_size: int | None
     rendezvous: bool = False
-    """True where a message of the device path starts only when its receive has been posted, as over NCCL."""
+    """Whether a message of the device path starts only when its receive is posted, as over NCCL."""
     shared_queue: bool = False
-    """True where a stage's computation and its messages of that path stand in one hardware queue."""
+    """Whether a stage's computation and its messages on the device path share one hardware queue."""
     serial_queue: bool = False
-    """True if plans are to reckon with that each of them waits there for the end of the one before."""
+    """Whether plans assume that each message in that queue waits for the one before."""
     whole_first: bool = False
-    """True where backwards run whole until memory has been measured: where layers are recomputed within the backward, a
-    W that waits holds what they hold, and an activation does not."""
+    """Whether backwards run whole until memory is measured. With recompute, a pending W holds all activations of its
+    layers, which the forward does not keep."""
     staggered: bool = False
-    """True where stages begin an iteration when their own part of the one before is over."""
+    """Whether a stage begins an iteration as soon as its own part of the one before has ended."""
 
     def plan(self, costs: Costs, *, deadline_s: float, patience_s: float = 0.0, split: bool = True) -> Plan:
-        """The best schedule for its iterations; see `schedule.planner.plan`."""
+        """Return the best schedule found; see `schedule.planner.plan`."""
         from adaptra_megatron.schedule.periods import (
             plan_for_period,  # a planner is imported where something is planned
         )
@@ -76,26 +77,27 @@ class _Installed:
 
 
 class PlanState:
-    """The schedule to run, from a file, from costs, or stock's until there is something better.
+    """The schedule to run on one rank: from a file, from costs, or stock's until a plan is installed.
 
-    Every rank has one. Plans from a file or from given costs are computed by every rank alike; measured ones are
-    computed by one rank and installed by all.
+    Plans from a file or from given costs are computed by every rank alike. Plans from measured costs are computed by
+    the leader and installed by all ranks.
     """
 
     def __init__(self, config: AdaptraConfig, layout: Layout, *, measures_memory: bool = False) -> None:
-        """`measures_memory`: whether caps, where none was given, come from the memory that ranks measure."""
+        """Set up. `measures_memory`: whether ranks measure their memory, which gives the caps unless a user sets
+        one."""
         self.layout = layout
         self.measures_memory = measures_memory
         self.number = 0
-        """Counts installed plans; 0 while none is."""
+        """Number of the latest plan; 0 if none is installed."""
         self._config = config
         self.policy = config.policy
-        """What runs by: "adapt", "observe", or "off", which is that nothing is measured and told either."""
+        """Current policy: "adapt", "observe", or "off" (stock's order, nothing measured or logged)."""
         self._plans: dict[int, _Installed] = {}
         """By number of micro-batches."""
         self._stock: dict[int, Schedule] = {}
         self._peaks: dict[int, Sequence[float]] = {}
-        """Peaks of stock's order, by number of micro-batches."""
+        """Most activations that each stage holds in stock's order, by number of micro-batches."""
         self._evaluation: dict[int, Schedule] = {}
         self._given_costs: Costs | None = None
         if config.costs_json is not None:
@@ -105,25 +107,27 @@ class PlanState:
 
     @property
     def observes(self) -> bool:
-        """Return whether stock's order runs, and nothing is decided."""
+        """Whether stock's order runs, and nothing is decided."""
         return self.policy != "adapt"
 
     @property
     def adapts(self) -> bool:
-        """Return whether measured costs decide on the order."""
+        """Whether the order follows measured costs."""
         return self.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
 
     def follow(self, policy: str) -> None:
-        """Go by another policy. What was planned for measured costs is forgotten, so that all ranks begin anew."""
+        """Switch to another policy. Drops plans made from measured costs, so that all ranks start from the same
+        state."""
         self.policy = policy
         if self._config.plan_csv is None and self._given_costs is None:
             self._plans.clear()
 
     def caps(self, micro_batches: int, rooms: Mapping[int, int] | None = None) -> Caps:
-        """Activations each stage may hold in a planned order: the given cap, or else what there is memory for.
+        """Return the activations that each stage may hold in a planned order: the user's cap, else by available
+        memory.
 
-        `rooms`: that, by stage, where it has been measured; never less counts than what stock's order holds there.
-        Where memory is not measured at all, every stage may hold what stock's fullest stage holds.
+        `rooms`: activations that there is memory for, by stage, as measured. A cap is never below what stock's order
+        holds. If memory is not measured at all, every stage may hold as much as stock's fullest stage.
         """
         layout = self.layout
         if self._config.max_in_flight is not None:
@@ -136,24 +140,26 @@ class PlanState:
         return tuple(max(held, min(rooms.get(stage, 0), most)) for stage, held in enumerate(stock))
 
     def enforced_cap(self, micro_batches: int, stage: int) -> float | None:
-        """Return what the executor must not pass; None where no cap was set: stock's order, or a user's own plan."""
+        """Return the cap that the executor enforces, in activations; None for stock's order or a user's plan without a
+        cap."""
         installed = None if self.observes else self._plans.get(micro_batches)
         return None if installed is None else installed.caps[stage]
 
     def released_at_backward_input(self, micro_batches: int, stage: int) -> float:
-        """The fraction that the cap's count gives back after an input gradient; below 0, it takes more."""
+        """Return the fraction of an activation that the cap counts as freed by an input gradient; negative: it takes
+        more."""
         installed = self._plans.get(micro_batches)
         released = RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
         return released_per_stage(released, self.layout.stages)[stage]
 
     def planned_for(self, micro_batches: int) -> Costs | None:
-        """The costs that `schedule_for` was planned for, equal on all ranks; None where it was made without."""
+        """Return the costs behind `schedule_for`, equal on all ranks; None if it was made without costs."""
         installed = self._plans.get(micro_batches)
         return None if installed is None else installed.costs
 
     def check_count(self, micro_batches: int, *, forward_only: bool) -> None:
-        """Raise ScheduleError for a number of micro-batches that Megatron refuses, and PlanMismatchError, for training,
-        where the given plan is for another one."""
+        """Check the number of micro-batches. Raises ScheduleError if Megatron refuses it, PlanMismatchError if the
+        given plan is for another number (training only)."""
         self.evaluation_schedule(micro_batches)
         if forward_only or self.observes or self._config.plan_csv is None or micro_batches in self._plans:
             return
@@ -164,7 +170,7 @@ class PlanState:
         )
 
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """The schedule for an iteration of `micro_batches`. Raises PlanError, and as `check_count`."""
+        """Return the schedule of an iteration of `micro_batches`. Raises PlanError, and the errors of `check_count`."""
         self.check_count(micro_batches, forward_only=False)
         if self.observes:
             return self._stock_schedule(micro_batches)
@@ -177,7 +183,7 @@ class PlanState:
         return self._plans[micro_batches].schedule
 
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
-        """Forwards alone, in stock's order."""
+        """Return stock's order with forwards alone."""
         if micro_batches not in self._evaluation:
             layout = self.layout
             self._evaluation[micro_batches] = forward_only(
@@ -186,7 +192,7 @@ class PlanState:
         return self._evaluation[micro_batches]
 
     def whole_schedule(self, micro_batches: int) -> Schedule:
-        """Stock's order with whole backwards, or where that would hold more than the caps allow one that keeps them."""
+        """Return stock's order with whole backwards or, if that exceeds the caps, another order that does not."""
         installed = self._plans.get(micro_batches)
         caps = self.caps(micro_batches) if installed is None else installed.caps
         return self._order_of_equal_costs(micro_batches, caps, split=False)
@@ -199,19 +205,21 @@ class PlanState:
         released: Released = RELEASED_AT_BACKWARD_INPUT,
         costs: Costs | None = None,
     ) -> None:
-        """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps.
+        """Run `schedule` from now on. Raises ScheduleError, changing nothing, if it is not valid under the caps.
 
-        `released`: the fraction of an activation that input gradients give back, by which the caps count. `costs`: what
+        `released`: the fraction of an activation that the caps count as freed by an input gradient. `costs`: the costs
         it was planned for.
         """
         check_schedule(schedule, max_in_flight=caps, released_at_backward_input=released)
+        # Removed first, so that the latest plan stands last: `in_force` looks there.
         self._plans.pop(schedule.micro_batches, None)  # the latest is the last
         self._plans[schedule.micro_batches] = _Installed(schedule, caps, released, costs)
         self.number = number
 
     @property
     def in_force(self) -> Decision:
-        """Return what was planned last, as it travels; without an order where none was planned for measured costs."""
+        """Return the latest plan as a decision, from which a new leader or a rejoining rank continues; without an
+        order if it was not planned for measured costs."""
         told = None if self.policy == self._config.policy else TelemetrySection(policy=self.policy)
         latest = next((each for each in reversed(self._plans.values()) if each.costs is not None), None)
         if latest is None or latest.costs is None or self.observes:
@@ -225,7 +233,7 @@ class PlanState:
         return Decision(self.number, order, told=told)
 
     def forget(self) -> None:
-        """Let all plans go that came of measured costs."""
+        """Drop all plans: another set of live ranks starts from the same state everywhere."""
         self._plans.clear()
         self.number = 0
 
@@ -241,8 +249,8 @@ class PlanState:
         return self._peaks[micro_batches]
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
-        """Return what runs until costs are known: stock's order with every other B as I and W, if that is within the
-        caps."""
+        """Return the order that runs until costs are known: stock's with every other B as I and W, if the caps allow
+        it."""
         return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=not self.layout.whole_first)
 
     def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:

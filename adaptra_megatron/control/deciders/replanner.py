@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide when another schedule is worth a switch."""
+"""Decide when a new schedule is worth a switch."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from adaptra_megatron.telemetry.events.events import MemoryWanted, PlanMade
 logger = logger_of(__name__)
 
 PLANNING_SHARE = 0.1
-"""Share of an iteration that planning may take, where that is less than `PLANNING_S`."""
+"""Share of an iteration that planning may take, if that is less than `PLANNING_S`."""
 PATIENCE_SHARE, PATIENCE_S = 0.5, 2.0
-"""The same, while the plan may be more than 1% above the best one: then it is there before the iteration is over."""
+"""Share and seconds for a plan that may still be more than 1% above the best one; it is then ready within the
+iteration."""
 MOST_CAPS_NAMED = 3
-"""Most caps that an event about more memory names."""
+"""Number of caps that an event about more memory names at most."""
 WORTH_A_SWITCH = 0.02
-"""Predicted gain below which a running plan is kept."""
+"""Share of an iteration that a new plan must save."""
 AS_FAST = 0.002
-"""A plan that takes no more than this longer is as fast, and replaces one that holds many more activations:"""
+"""A plan within this share of the current time counts as equally fast. It is adopted if it saves this much memory:"""
 WORTH_SAVING = 0.5
-"""per stage, on average."""
+"""activations per stage, on average."""
 MATERIAL_CHANGE = 0.1
-"""Change of a cost, relative to the mean action, that makes planning anew worth the effort."""
+"""Change of a cost, relative to the mean action, that calls for planning again."""
 
 
 class Replanner:
-    """Decides, on one rank, whether measured costs call for another schedule."""
+    """Decides on the leader whether measured costs call for another schedule."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._planned: Costs | None = None
         self._bound_by_memory: Plan | None = None
-        """The plan for `_planned`, until it has been said what more memory would buy."""
+        """The latest plan if memory limits it, until `worth_of_memory` has used it."""
 
     def decide(
         self, costs: Costs, current: Schedule, found: Sequence[Reason] = (), changed: Sequence[Reason] = ()
     ) -> tuple[Schedule | None, PlanMade | None]:
-        """A schedule to switch to, or None to keep `current`; and, where one was planned, the event. Logs why.
+        """Return a schedule to switch to (None: keep `current`) and the event of the planning (None: nothing planned).
 
-        `found`: what the detector has just found, and `changed`: what other deciders change in the plan; planning is
-        then due whatever the costs say.
+        `found`: what the detector has just found. `changed`: what other deciders change in the plan. Either calls for
+        planning, even if costs have not changed.
         """
         reason = joined([*found, *changed])
         if not reason and self._planned is not None:
@@ -100,8 +101,8 @@ class Replanner:
         return candidate.schedule, made
 
     def worth_of_memory(self) -> MemoryWanted | None:
-        """Return what more memory would buy, once per plan that a cap binds. To be asked for in an iteration that has
-        nothing to decide, so that nothing is late."""
+        """Return how much faster plans with more memory would be; None if memory does not limit the plan, or it has
+        been returned before. Takes long: call it in an iteration without a decision."""
         plan, costs = self._bound_by_memory, self._planned
         if plan is None or costs is None:
             return None
@@ -113,12 +114,12 @@ class Replanner:
 
 
 def iteration_s(layout: Layout, schedule: Schedule, costs: Costs) -> float:
-    """Seconds that an iteration of `schedule` takes."""
+    """Return the seconds of an iteration of `schedule`."""
     return period_s(schedule, costs) if layout.staggered else simulate(schedule, costs).makespan_s
 
 
 def memory_wanted(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> MemoryWanted:
-    """Return what a plan within the caps takes, and what higher caps would give."""
+    """Return the event: the time of the plan within the caps, and of plans with higher caps. `bought`: these."""
     (source, target), cost = max(costs.links.items(), key=lambda item: item[1].transfer_s, default=((0, 0), NO_COST))
     slow = cost.transfer_s > MATERIAL_CHANGE * costs.forward_s[source][0]
     return MemoryWanted(
@@ -131,7 +132,7 @@ def memory_wanted(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> 
 
 
 def describe(costs: Costs) -> str:
-    """Slowest stage and link, for the log."""
+    """Describe the slowest stage and link, for the log."""
     work_s = [
         costs.micro_batches * (sum(forward) + sum(backward))
         for forward, backward in zip(costs.forward_s, costs.whole_backward_s, strict=True)
@@ -145,7 +146,7 @@ def describe(costs: Costs) -> str:
 
 
 def material_change(before: Costs, after: Costs) -> str | None:
-    """The largest difference, in words, if it can matter to a plan: a cost moved by a tenth of the mean action."""
+    """Describe the largest difference, if it is large enough to change a plan (see MATERIAL_CHANGE); None otherwise."""
     if before.micro_batches != after.micro_batches:
         return f"{after.micro_batches} micro-batches instead of {before.micro_batches}"
     all_s = [seconds for table in after.tables().values() for row in table for seconds in row]
@@ -171,7 +172,7 @@ def _change_of_memory(before: Costs, after: Costs) -> str:
 
 
 def _over_cap(held: Sequence[float], costs: Costs) -> str | None:
-    """The first stage that would hold more than it may, in words. `held`: activations of each."""
+    """Describe the first stage that would exceed its cap; None if none would. `held`: activations by stage."""
     for stage in costs.stages_over_cap(held):
         cap = costs.max_in_flight[stage]
         return f"stage {stage} would hold {held[stage]:g} activations, but has memory for {cap:g}"
@@ -179,7 +180,7 @@ def _over_cap(held: Sequence[float], costs: Costs) -> str | None:
 
 
 def _saved_memory(held: Sequence[float], planned: Sequence[float]) -> str | None:
-    """Return how much less stages hold under a plan than now, in words, if it is worth a switch."""
+    """Describe how much less memory a plan takes than now; None if that is not worth a switch. Activations by stage."""
     if sum(planned) > sum(held) - WORTH_SAVING * len(held):
         return None
     return f"it holds {sum(planned):g} activations instead of {sum(held):g}"
@@ -194,7 +195,7 @@ _KINDS = {
 
 
 def _pairs(before: Costs, after: Costs) -> Iterator[tuple[str, float, float]]:
-    """Every cost with its name, as it was and as it is."""
+    """Yield each cost: its name, its seconds before, its seconds now."""
     old_tables = before.tables() | {"backward_s": before.whole_backward_s}
     for name, table in after.tables().items():
         for stage, rows in enumerate(zip(old_tables[name], table, strict=True)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide on the routes of micro-batches between replicas, and pack the order that each cell runs under them."""
+"""Decide on routes of micro-batches between replicas, and pack the order that each cell runs."""
 
 from __future__ import annotations
 
@@ -34,54 +34,55 @@ MOST_NBYTES = 1 << 24
 
 
 class CellAction(NamedTuple):
-    """One action, of any replica's micro-batch, and its messages."""
+    """One action of a cell, for a micro-batch of any replica, and the peers of its messages."""
 
     kind: str
     """F, B, I or W."""
     chunk: int
     replica: int
-    """Whose micro-batch it is."""
+    """Replica that the micro-batch belongs to."""
     micro_batch: int
-    """Within that replica."""
+    """Number within that replica."""
     source: int | None
-    """Replica of the cell that makes what it needs; None where no message has to come."""
+    """Replica of the cell that sends this action's input; None if no message is needed."""
     target: int | None
-    """Replica of the cell that needs what it makes; None where nothing is sent."""
+    """Replica of the cell that receives this action's output; None if nothing is sent."""
     receives_before: int
-    """How many of the order's receives are posted before it is launched."""
+    """Number of the order's receives that are posted before this action is launched."""
 
 
 @dataclass(frozen=True)
 class CellOrder:
-    """All of an iteration."""
+    """The order of one cell for one iteration."""
 
     actions: tuple[CellAction, ...]
     receives: tuple[int, ...]
-    """Places of the actions that need a message, in the order in which the receives are posted."""
+    """Indices of the actions that need a message, in the order in which the receives are posted."""
     cap: float | None
     """Activations that the cell may hold."""
     released_at_backward_input: float
-    """The fraction of an activation that the cap counts as free after an input gradient."""
+    """Fraction of an activation that the cap counts as freed by an input gradient."""
 
     def packed(self) -> str:
-        """As it travels."""
+        """Encode the order for a decision."""
         return packed(self).decode()
 
     @classmethod
     def unpacked(cls, text: str) -> CellOrder:
-        """Read a packed order. Raises ValueError if it is none."""
+        """Decode a packed order. Raises ValueError if it is malformed."""
         order: CellOrder = unpacked(text.encode(), cls, MOST_NBYTES)
         return order
 
 
 def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
-    """Return what each cell ("replica.stage") runs, packed. `costs`: of a pipeline, for its caps.
+    """Return the packed order of each cell ("replica.stage"). `costs`: of one pipeline, for its caps.
 
-    Receives are posted in the order in which what makes the messages is expected to begin, and each right before the
-    first action that begins later: see schedule.transfers.launch_order, whose proof asks for nothing else.
+    Receives are posted in the order in which their senders' actions are expected to begin, each right before the first
+    action that begins later. The proof of schedule.transfers.launch_order needs nothing else.
     """
     schedule = simulation.schedule
     cells = [Cell(*divmod(number, schedule.stages)) for number in range(len(schedule.orders))]
+    # A single order of the actions of all cells, by simulated start, so that sender and receiver agree.
     begun = sorted(
         (begin_s, place, number)
         for number, starts_s in enumerate(simulation.start_s)
@@ -114,7 +115,7 @@ def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
 
 
 def moved_by(routing: Routing) -> tuple[Moved, ...]:
-    """Moves of `routing`, as a decision carries them."""
+    """Return the moves of `routing` for a decision."""
     return tuple(
         Moved(move.source.stage, move.source.replica, move.target.replica, len(move.micro_batches))
         for move in routing.moves()
@@ -122,7 +123,7 @@ def moved_by(routing: Routing) -> tuple[Moved, ...]:
 
 
 def schedule_of(orders: Mapping[str, str], replicas: int, stages: int, micro_batches: int) -> RoutedSchedule:
-    """The schedule that packed orders of all cells are of. Raises ValueError for what are none."""
+    """Return the schedule made of the packed orders of all cells. Raises ValueError if one is malformed."""
     hosts = [[0] * (replicas * micro_batches) for _ in range(stages)]
     found = [tuple[RoutedAction, ...]() for _ in range(replicas * stages)]
     for name, text in orders.items():
@@ -138,17 +139,17 @@ def schedule_of(orders: Mapping[str, str], replicas: int, stages: int, micro_bat
 
 
 STRAGGLES = 1.15
-"""A cell that takes so many times as long as the fastest of its stage gives micro-batches away."""
+"""A cell straggles if it takes this many times as long as the fastest of its stage."""
 MOST_SHOWN = 256
-"""Figures of all cells are for jobs with no more than so many: all ranks get them in every iteration."""
+"""Most cells whose figures are all sent: every rank receives them in every iteration."""
 
 Tables = dict[str, tuple[tuple[float, ...], ...]]
-"""Seconds by table of `Costs`, [stage][chunk]."""
+"""Seconds by name of the table in `Costs`, then [stage][chunk]."""
 
 
 def cell_tables(costs: Costs, estimates: Estimates, pipelines: Iterable[int]) -> Tables:
-    """Seconds of one replica's cells, each those of its slowest lane, as the tables of `costs`; what has not been
-    measured takes what it does there. `pipelines`: the replica's, by their first ranks."""
+    """Return the seconds of one replica's cells as tables of `costs`. A cell counts as its slowest lane; one that has
+    not been measured gets the seconds in `costs`. `pipelines`: first ranks of the replica's lanes."""
     lanes, found = tuple(pipelines), Tables()
     split = any(map(any, costs.backward_weight_s))
     kinds = {"forward_s": "F", "backward_input_s": "I" if split else "B", "backward_weight_s": "W"}
@@ -170,7 +171,7 @@ def _of_lanes(estimates: Estimates, lanes: Iterable[int], stage: int, kind: str,
 
 
 def seconds_of(tables: Sequence[Tables], without: Collection[Cell] = ()) -> dict[Cell, float]:
-    """Seconds of a micro-batch at each cell. `tables`: by replica."""
+    """Return the seconds that a micro-batch takes at each cell. `tables`: by replica."""
     return {
         Cell(replica, stage): sum(sum(table[stage]) for table in found.values())
         for replica, found in enumerate(tables)
@@ -180,7 +181,7 @@ def seconds_of(tables: Sequence[Tables], without: Collection[Cell] = ()) -> dict
 
 
 def cell_speeds(seconds: Mapping[Cell, float]) -> dict[Cell, float]:
-    """Speed of each cell as a share of that of the fastest of its stage, 0..1. `seconds`: of a micro-batch."""
+    """Return the speed of each cell relative to the fastest of its stage, 0..1. `seconds`: of a micro-batch."""
     fastest: dict[int, float] = {}
     for cell, each_s in seconds.items():
         fastest[cell.stage] = min(each_s, fastest.get(cell.stage, each_s))
@@ -188,14 +189,14 @@ def cell_speeds(seconds: Mapping[Cell, float]) -> dict[Cell, float]:
 
 
 def stragglers(speeds: Mapping[Cell, float], pinned: Iterable[int] = ()) -> dict[Cell, float]:
-    """Cells that take much longer than the fastest of their stage, and how many times as long."""
+    """Return the straggling cells, each with its time relative to the fastest cell of its stage. `pinned`: stages left
+    out."""
     kept = set(pinned)
     return {cell: 1 / speed for cell, speed in speeds.items() if 1 / speed >= STRAGGLES and cell.stage not in kept}
 
 
 def slowness(seconds: Mapping[Cell, float]) -> tuple[float, ...]:
-    """Return how many times as long as the fastest replica each takes, by its slowest cell; 1 where it does not
-    straggle."""
+    """Return the time of each replica's slowest cell relative to the fastest replica's; 1 if it does not straggle."""
     longest: dict[int, float] = {}
     for cell, each_s in sorted(seconds.items()):
         longest[cell.replica] = max(each_s, longest.get(cell.replica, 0.0))
@@ -204,7 +205,7 @@ def slowness(seconds: Mapping[Cell, float]) -> tuple[float, ...]:
 
 
 def cell_figures(speeds: Mapping[Cell, float], moves: Iterable[Move]) -> dict[tuple[int, int], CellFigures]:
-    """Figures by replica and stage: of all cells, or in a large job of those that straggle, give or take."""
+    """Return figures by replica and stage: of all cells or, in a large job, of those that straggle or are rerouted."""
     given: Counter[Cell] = Counter()
     taken: Counter[Cell] = Counter()
     for move in moves:
@@ -220,39 +221,42 @@ def cell_figures(speeds: Mapping[Cell, float], moves: Iterable[Move]) -> dict[tu
 logger = logger_of(__name__)
 
 CHANGED = 1.08
-"""Routes are planned anew for a cell that takes so many times as long as they were planned for, or as much less."""
+"""Routes are planned again once a cell's time has changed by this factor, either way."""
 LEAST_GAIN = 0.05
-"""Share of an iteration that other routes have to save."""
+"""Share of an iteration that new routes must save."""
 
 
 class RouteDecider:
-    """Follows the speed of every cell. Comes before the order is decided on, which counts where nothing is routed."""
+    """Routes micro-batches around slow cells. Comes before the order's decider, whose order counts only if none is
+    routed."""
 
     def __init__(
         self, policy: RoutePolicy, stages: int, telemetry: DecisionTelemetry, running: RoutingSection | None = None
     ) -> None:
-        """`running`: what was decided before; None: nothing."""
+        """Set up. `running`: the section decided before; None if none."""
         self._policy, self._telemetry = policy, telemetry
         self._count = 0 if running is None else running.number
         self._present: plans.Routing | None = None
-        """What runs; None: nothing is routed."""
+        """The current routing; None if nothing is routed."""
         if running is not None and running.number:
             replicas, orders = len(policy.pipelines), running.orders
             self._present = schedule_of(orders, replicas, stages, running.micro_batches).routing
         self._speeds: Mapping[Cell, float] = {}
-        """Latest ones of all cells; empty until all have been measured."""
+        """Latest speed of each cell; empty until all have been measured."""
         self._gain_s: float | None = None
         self._planned_for: Mapping[Cell, float] = {}
-        """Seconds of a micro-batch at each cell, as the latest routes were planned for."""
+        """Seconds of a micro-batch at each cell, when routes were last planned."""
         self._refused = False
         self._slowness = () if running is None else running.slowness
-        """Slowness of the replicas, as published last."""
+        """Slowness of the replicas as last published."""
 
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
-        """Estimates tell all that counts."""
+        """Do nothing: the estimates in the context are enough."""
 
     def decide(self, context: Context) -> RoutingSection | None:
-        """New routes, where they are worth a switch; where there are none, how slow the replicas are."""
+        """Return new routes if they are worth a switch. If nothing is routed, return the slowness of the replicas if
+        it changed."""
+        # Even without new routes: the order's decider must not plan for a pipeline by itself then.
         context.routed = self._present is not None
         if context.costs is None:
             return None
@@ -263,6 +267,7 @@ class RouteDecider:
         if routing is not None:
             self._slowness = ()
             return routing
+        # Routes already balance the replicas, so slowness only counts without them.
         found, told = slowness(seconds), self._slowness or (1.0,) * len(tables)
         if self._present is not None or not any(_differ(*each) for each in zip(found, told, strict=True)):
             return None
@@ -272,6 +277,7 @@ class RouteDecider:
     def _routes(
         self, context: Context, known: Costs, tables: Sequence[Tables], seconds: Mapping[Cell, float]
     ) -> RoutingSection | None:
+        # Costs that cannot be routed stay so: to try in each iteration would only repeat the warning.
         if self._refused:
             return None
         slow = stragglers(self._speeds, self._policy.pinned)
@@ -289,12 +295,13 @@ class RouteDecider:
             self._refused = True
             logger.warning("micro-batches cannot be routed around slow cells: %s", why)
             return None
+        # Routes for another number of micro-batches cannot go on.
         present = self._present if same_size else None
         plan = plan_routed(routed, present=present, least_gain=LEAST_GAIN, split=any(map(any, costs.backward_weight_s)))
         return self._adopt(context, plan, slow, costs)
 
     def figures(self) -> RouteFigures | None:
-        """Figures of the cells and of what runs; None until all cells have been measured."""
+        """Return figures of the cells and of the current routes; None until all cells have been measured."""
         if not self._speeds:
             return None
         moves = () if self._present is None else self._present.moves()
@@ -340,8 +347,8 @@ def announce(
     slow: Mapping[Cell, float],
     speeds: Mapping[Cell, float],
 ) -> None:
-    """Say that the next plan has the routes of `plan`. `present_s`: seconds of an iteration by those that run, at the
-    same costs."""
+    """Log that the next plan uses the routes of `plan`. `present_s`: seconds of an iteration by the current routes, at
+    the same costs; None if unknown."""
     planned_s, bound_s = plan.simulation.period_s, plan.lower_bound.seconds
     context.change([reason])
     context.forecast = Forecast(planned_s, present_s)
@@ -369,7 +376,7 @@ def _differ(seconds: float, before_s: float) -> bool:
 
 
 def in_words(slow: Mapping[Cell, float], moved: Iterable[Moved], micro_batches: int) -> str:
-    """Return which cells straggle, and where their micro-batches go."""
+    """Describe which cells straggle, and where their micro-batches go."""
     given: Counter[tuple[int, int]] = Counter()
     takers: dict[tuple[int, int], list[int]] = {}
     for move in moved:
@@ -387,39 +394,39 @@ def in_words(slow: Mapping[Cell, float], moved: Iterable[Moved], micro_batches: 
     return "; ".join(parts)
 
 
-# The leading rank's decisions on routes while cells are dead: all micro-batches pass live ones, as costs change.
+# The leader's decisions on routes while cells are dead: live cells take all micro-batches.
 
 
 class LiveCellDecider:
-    """Plans what all live cells run, in place of what is decided on the order of a pipeline by itself.
+    """Plans the orders of all live cells while others are dead. Replaces the decider of a single pipeline's order.
 
-    Costs are those of the slowest pipeline, stage by stage and link by link, as for such orders; where routes are to
-    lead round slow cells as well, each cell has its own seconds. Where stages have several chunks, what was planned as
-    the set of live cells began stays.
+    Every cell has the costs of the slowest pipeline, by stage and by link. If slow cells are avoided, too, each cell
+    has its own seconds. With several chunks per stage, the first plan stays until the set of live cells changes.
     """
 
     def __init__(
         self, policy: RoutePolicy, stages: int, telemetry: DecisionTelemetry, running: RoutingSection | None
     ) -> None:
-        """`running`: what was decided before, or planned when the set of live cells began; None: it is not known."""
+        """Set up. `running`: the section decided before, or planned when the set of live cells changed; None if
+        unknown."""
         self._policy, self._telemetry = policy, telemetry
         self._count = 0 if running is None else running.number
         self._present: RoutedSchedule | None = None
-        """What runs."""
+        """The current schedule; None if unknown."""
         if running is not None and running.number:
             replicas = len(policy.pipelines)
             self._present = schedule_of(running.orders, replicas, stages, running.micro_batches)
         self._planned: RoutedCosts | None = None
-        """Costs of the latest planning."""
+        """Costs when routes were last planned."""
         self._speeds: Mapping[Cell, float] = {}
-        """Latest ones of all live cells; empty until each stage has been measured."""
+        """Latest speed of each live cell; empty until each stage has been measured."""
         self._gain_s: float | None = None
 
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
-        """Estimates tell all that counts."""
+        """Do nothing: the estimates in the context are enough."""
 
     def decide(self, context: Context) -> RoutingSection | None:
-        """New routes and orders, where they are worth a switch."""
+        """Return new routes and orders if they are worth a switch."""
         context.routed = True
         if context.costs is None or context.costs.chunks > 1:
             return None
@@ -437,14 +444,14 @@ class LiveCellDecider:
         return self._plan(context, routed, reason)
 
     def figures(self) -> RouteFigures | None:
-        """Figures of the cells and of what runs; None until each stage has been measured."""
+        """Return figures of the cells and of the current routes; None until each stage has been measured."""
         if not self._speeds:
             return None
         moves = () if self._present is None else self._present.routing.moves()
         return RouteFigures(cells=cell_figures(self._speeds, moves), predicted_gain_s=self._gain_s)
 
     def _reason(self, context: Context, costs: RoutedCosts) -> Reason:
-        """Return why planning is due, in words; empty where it is not."""
+        """Return why planning is due; empty if it is not."""
         relevant = {*context.in_use.values(), *context.carried.values()}
         found: list[Reason] = [
             finding.describe()
@@ -459,6 +466,7 @@ class LiveCellDecider:
         return joined([*found, *context.reasons])
 
     def _plan(self, context: Context, costs: RoutedCosts, reason: Reason) -> RoutingSection | None:
+        # The gain counts against the current schedule at the new costs, not at those it was planned for.
         runs = None
         if self._present is not None and self._present.routing.micro_batches == context.micro_batches:
             runs = simulate_routed(self._present, costs)
@@ -478,7 +486,7 @@ class LiveCellDecider:
 
 
 def _pays(plan: RoutedPlan, runs: RoutedSimulation, costs: RoutedCosts) -> bool:
-    """Return whether `plan` saves enough, or what runs would hold more activations than there is memory for."""
+    """Return whether `plan` saves enough, or the current schedule (`runs`) would exceed the memory of a stage."""
     if plan.simulation.period_s <= (1.0 - LEAST_GAIN) * runs.period_s:
         return True
     stages, peaks = costs.stages, runs.peak_in_flight

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect what has changed in a job: fed with each iteration's measurements, it says what is slow, and what is usual."""
+"""Detect changes in a job: from each iteration's measurements, tell what is slow, and what is usual."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ KindAndChunk = tuple[str, int]
 
 
 class StageTracker:
-    """State of one stage: it follows each kind of action of each chunk, and is slow if any of them is."""
+    """State of one stage. Follows each kind of action of each chunk; the stage is slow if any of them is."""
 
     def __init__(self, identity: StageId, settings: DetectorSettings) -> None:
         self.identity = identity
         self._settings = settings
         self.series: dict[KindAndChunk, Series] = {}
         self.work: Sequence[str] = ()
-        """See StageSample."""
+        """Work of each chunk, see StageSample."""
         self._dead = False
         self._slow: dict[KindAndChunk, Change] = {}
-        """The last change of each kind of action that is slow."""
+        """The last change of each action (kind and chunk) that is slow."""
         self._since, self._state_since = 0, 0
         self._reason: Reason = words.UNJUDGED
 
@@ -66,12 +66,14 @@ class StageTracker:
         return State.SLOW if slow else State.HEALTHY
 
     def observe(self, iteration: int, sample: StageSample, *, action_s: float, disturbed: bool) -> Finding | None:
-        """Judge an iteration. A lost stage is dead until it measures again."""
+        """Judge an iteration; return a finding if the state or a level has changed. A lost stage is dead until it
+        measures again."""
         before, self.work = self.state, sample.work or self.work
         if sample.lost is not None:
             self._dead = True
             self._since, self._reason = iteration, sample.lost
             return None if before is State.DEAD else self._finding(iteration, before, None, None)
+        # What disturbs timings says nothing of the stage.
         if disturbed or not any(len(durations_s) for durations_s in sample.durations_s.values()):
             return None
         changes: dict[KindAndChunk, Change] = {}
@@ -91,7 +93,8 @@ class StageTracker:
         return None
 
     def report(self, iteration: int, before: State, changes: Mapping[KindAndChunk, Change]) -> Finding:
-        """Changes of one iteration as one finding. A stage that is slow is described by what is slow of it."""
+        """Return one iteration's changes as one finding. If the stage is slow, the finding describes its slow
+        actions."""
         known = {**self._slow, **changes}
         self._slow = {key: known[key] for key, series in sorted(self.series.items()) if series.state is State.SLOW}
         told = {key: change for key, change in changes.items() if key in self._slow} or changes
@@ -109,7 +112,7 @@ class StageTracker:
         return self._finding(iteration, before, worst.level_s, worst.baseline.value)
 
     def estimate(self) -> StageEstimate | None:
-        """None while nothing was measured."""
+        """Return the present estimate; None if nothing was measured."""
         known = {key: series.window for key, series in self.series.items() if len(series.window)}
         if not known:
             return None
@@ -158,7 +161,8 @@ def _name(key: KindAndChunk) -> str:
 
 
 class LinkTracker:
-    """Follows the transfer time of a message of the usual size, and whether messages arrive at all."""
+    """State of one path of a link. Follows the transfer time of a message of the usual size, and whether messages
+    arrive."""
 
     def __init__(self, identity: LinkId, settings: DetectorSettings) -> None:
         self.identity = identity
@@ -170,9 +174,10 @@ class LinkTracker:
         self._since, self._state_since = 0, 0
         self._reason: Reason = words.UNJUDGED
         self._nbytes = 0
-        """The usual message."""
+        """Bytes of a usual message."""
         self._seconds_per_byte: deque[float] = deque(maxlen=settings.estimate_iterations)
-        """What the latest iterations of this level told; 0 from those that are explained best without a bandwidth."""
+        """Bandwidths (seconds per byte) found in the latest iterations at this level; 0 for an iteration that is
+        explained best without one."""
         self._clock_correction_s = 0.0
 
     @property
@@ -181,7 +186,7 @@ class LinkTracker:
 
     @property
     def slow_since(self) -> int | None:
-        """The first iteration of the present state; None of the healthy."""
+        """First iteration of the present state; None if healthy."""
         return None if self.state is State.HEALTHY else self._state_since
 
     def observe(
@@ -194,10 +199,12 @@ class LinkTracker:
         disturbed: bool,
         slow_since: int | None = None,
     ) -> Finding | None:
-        """Judge an iteration. `clock_correction_s` is taken off all measured times. `slow_since`: the first iteration
-        since when the other path or direction of the link is not healthy; None: all are."""
+        """Judge an iteration; return a finding if the state or the level has changed. `clock_correction_s` is
+        subtracted from all transfer times. `slow_since`: first iteration since when the link's other path or direction
+        is not healthy; None if both are."""
         count = len(sample.messages.sent_s)
         lost = count - int(np.count_nonzero(sample.messages.arrived))
+        # Before all else: a broken path counts in a disturbed iteration, too.
         if sample.broken is not None:
             return self._die(iteration, f"the transport gave it up: {sample.broken}")
         if lost >= self._settings.min_messages and 2 * lost >= count:
@@ -213,9 +220,11 @@ class LinkTracker:
         change = None if values is None else self.series.observe(Batch(iteration, values), action_s)
         if change is not None:
             self._seconds_per_byte.clear()
+            # A path first measured while the link was slow already has a baseline that is not healthy.
             healthy = change.baseline
             first = healthy.until_iteration - healthy.iterations + 1
             change = change._replace(learnt_slow=slow_since is not None and slow_since <= first)
+        # A bandwidth taken over from earlier iterations is no evidence for itself.
         if (fit.identified or fit.seconds_per_byte == 0.0) and self.series.accepted(iteration):
             self._seconds_per_byte.append(fit.seconds_per_byte)
         if self._dead:
@@ -223,7 +232,7 @@ class LinkTracker:
         return None if change is None else self.report(iteration, change)
 
     def report(self, iteration: int, change: Change) -> Finding:
-        """A change of the series as a finding."""
+        """Return a change of the series as a finding."""
         self._since = change.since_iteration
         if change.state is not change.before:
             self._state_since = self._since
@@ -243,11 +252,12 @@ class LinkTracker:
         )
 
     def estimate(self) -> LinkEstimate | None:
-        """None while no iteration has told anything."""
+        """Return the present estimate; None if nothing was measured."""
         until_iteration = self.series.window.until_iteration
         if until_iteration is None:
             return None
         settings = self._settings
+        # Clocks are only related to within half a round trip, so a quantile can be negative.
         transfer_s = max(
             0.0, self.series.window.latest_quantile(settings.planning_quantile, settings.estimate_iterations)
         )
@@ -266,9 +276,10 @@ class LinkTracker:
         )
 
     def _transfers(self, messages: Messages, fit: LinkFit) -> Array | None:
-        """Seconds each telling message would have taken on the idle link, had it been of the usual size.
+        """Return the seconds that each message with a known latency would have taken on the idle link at the usual
+        size.
 
-        None if it cannot be said: sizes have changed, and nothing tells the bandwidth.
+        None if that is unknown: sizes have changed, and the bandwidth is unknown.
         """
         sizes = messages.nbytes[messages.telling]
         if self._nbytes == 0:
@@ -278,6 +289,7 @@ class LinkTracker:
         usual = np.abs(sizes - self._nbytes) <= self._settings.size_tolerance * self._nbytes
         if np.count_nonzero(usual) >= self._settings.min_messages:
             return np.asarray(fit.latency_s[usual])
+        # These may be probes, which are smaller: the usual size stays.
         if self._dead or self.series.state is not State.HEALTHY:
             return None  # probes, say
         self._nbytes = int(np.median(sizes))
@@ -285,7 +297,8 @@ class LinkTracker:
         return fit.latency_s
 
     def _known_rate(self) -> float | None:
-        """Seconds per byte, if most iterations that told anything told one: arrivals may be spaced by chance once."""
+        """Return the seconds per byte, if most recent iterations found a bandwidth: once, arrivals may be spaced by
+        chance."""
         told = [rate for rate in self._seconds_per_byte if rate > 0.0]
         return float(np.median(told)) if 2 * len(told) > len(self._seconds_per_byte) else None
 
@@ -300,7 +313,8 @@ class LinkTracker:
         return self._finding(iteration, before, None)
 
     def _revive(self, iteration: int) -> Finding | None:
-        """It carries messages again; once it has done so for long enough, it is as slow or healthy as they say."""
+        """Count an iteration in which a dead path carried messages. After enough of them, its state is that of its
+        level."""
         if self._alive_streak == 0:
             self._alive_since = iteration
         self._alive_streak += 1
@@ -331,7 +345,7 @@ class LinkTracker:
 
 
 def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:
-    """Return those that arrived, in the order in which they were sent; None if there are none."""
+    """Return the messages that arrived, in the order in which they were sent; None if there are none."""
     given = sample.messages
     arrived = given.arrived
     if not (arrived.all() and (given.sent_s[1:] > given.sent_s[:-1]).all()):
@@ -346,29 +360,29 @@ def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:
 
 
 _Sort = tuple[int, str, int]
-"""Stage, kind of action and chunk: what grows with the length alike in all pipelines."""
+"""Stage, kind of action and chunk. These durations grow with the size in the same way in all pipelines."""
 _PROPORTIONAL, _QUADRATIC = 1.0, 2.0
 _ENOUGH = 0.1
-"""Sum of squared logarithms of relative sizes from which on it is known how durations grow."""
+"""Sum of squared logarithms of relative sizes from which on the measured growth is used."""
 
 
 class SizeModel:
-    """Growth of durations with the size of what is computed: as a power of it, between not at all and quadratically.
+    """Growth of durations with the size of the computation: duration ~ size ** power, 0 <= power <= 2.
 
-    The power is the slope of log(duration) over log(size) among the actions of each stage's iteration, by least
-    squares over all iterations and pipelines: how fast a stage is moves its actions alike and does not count. Until
-    sizes have differed within iterations, durations are taken to be proportional to them.
+    The power is the slope of log(duration) over log(size) among the actions of a stage's iteration, by least squares
+    over all iterations and pipelines. The speed of a stage affects all its actions alike, so it does not change the
+    slope. Until sizes have differed within iterations, the power is 1.
     """
 
     def __init__(self) -> None:
         self._usual: float | None = None
-        """Size that durations are brought to: the median of the first iteration."""
+        """Reference size of all durations: the median of the first iteration."""
         self._products: dict[_Sort, float] = defaultdict(float)
         self._squares: dict[_Sort, float] = defaultdict(float)
 
     def alike(self, sample: IterationSample) -> IterationSample:
-        """`sample` with the durations that actions of the usual size would have had; learns from it unless something
-        has disturbed it."""
+        """Return `sample` with all durations scaled to the usual size. Learns from the sample, unless it was
+        disturbed."""
         known = [np.asarray(sizes) for stage in sample.stages.values() for sizes in stage.sizes.values()]
         if not known:
             return sample
@@ -384,7 +398,7 @@ class SizeModel:
         return dataclasses.replace(sample, stages=stages)
 
     def power(self, sort: _Sort) -> float:
-        """The power of the size that durations of these actions grow with."""
+        """Return the power of the size that durations of these actions grow with."""
         if self._squares[sort] < _ENOUGH:
             return _PROPORTIONAL
         return min(max(self._products[sort] / self._squares[sort], 0.0), _QUADRATIC)
@@ -395,6 +409,7 @@ class SizeModel:
             if len(sizes) < 2 or len(sizes) != len(durations_s) or min(sizes.min(), durations_s.min()) <= 0:
                 continue
             larger, longer = np.log(sizes), np.log(durations_s)
+            # Centred, so that the speed of the stage drops out.
             larger -= larger.mean()
             sort = identity.stage, kind, chunk
             self._products[sort] += float(larger @ longer)
@@ -411,22 +426,22 @@ class SizeModel:
         return dataclasses.replace(stage, durations_s=found)
 
 
-# What was slow from the start cannot be told from its own past: it is compared with its peers.
+# A series that was slow from the start has no healthy past of its own: it is compared with its peers.
 
 _MIN_REPLICAS = 2
 _MIN_OTHERS = 3
 
 
 class DetectorPlace(NamedTuple):
-    """Place that a series belongs to."""
+    """Place of a series in the job."""
 
     pipeline: int
     position: Any
-    """The same in pipelines that do the same work."""
+    """Equal for the same stage (or link) of different pipelines."""
     sort: Any
-    """Series of different sorts (paths; kinds of actions) are never compared."""
+    """Path, or kind of action and chunk. Series of different sorts are never compared."""
     work: Any = None
-    """Layers of the chunk, in words: chunks at different positions are compared only if these are the same."""
+    """Layers of the chunk, as text. Different positions are compared only if this is equal."""
 
 
 def declare_slower_than_peers(
@@ -436,10 +451,10 @@ def declare_slower_than_peers(
     iteration: int,
     action_s: float,
 ) -> dict[DetectorPlace, Change]:
-    """Declare those of `newly_settled` slow that are far above the median of their peers.
+    """Declare each of `newly_settled` slow whose level is far above the median of its peers. Return the changes.
 
-    Peers are the same position of the other pipelines, or, where those are too few, the other positions that do the
-    same work: in an uneven pipeline (layouts, multi-token prediction) a stage with more layers is not slow.
+    Peers are the same position in other pipelines. If there are too few, peers are other positions of its own pipeline
+    with the same work: in an uneven pipeline, a stage with more layers is not slow.
     """
     newly_settled = list(newly_settled)
     if not newly_settled:
@@ -466,16 +481,16 @@ def declare_slower_than_peers(
     return declared
 
 
-# Clocks that have drifted apart look like a slow link one way, and a link faster than light the other way.
+# If clocks drift apart, a link seems slow in one direction, and faster than light in the other.
 
 HostPair = tuple[int, int, int]
-"""Pipeline, and the two stages in the order of the link."""
+"""Pipeline, source stage, target stage."""
 
 
 def clock_corrections(links: Mapping[LinkId, LinkSample], min_messages: int) -> dict[HostPair, float]:
-    """Seconds to take off the one-way times of each pair's links, of whatever path.
+    """Return the seconds to subtract from the transfer times of each pair of stages, on any path.
 
-    Only what must be wrong is corrected: by the amount by which the typical time of the other direction is negative.
+    Only the impossible is corrected: if the median time of one direction is negative, both are shifted until it is 0.
     """
     impossible_s: dict[HostPair, float] = {}
     for link, sample in links.items():
@@ -494,7 +509,7 @@ def clock_corrections(links: Mapping[LinkId, LinkSample], min_messages: int) -> 
 
 
 class Detector:
-    """Deterministic: the same samples give the same findings. Not safe for threads."""
+    """Judges all links and stages of a job. Deterministic: the same samples give the same findings. Not thread-safe."""
 
     def __init__(self, settings: DetectorSettings | None = None) -> None:
         self._settings = settings if settings is not None else DetectorSettings()
@@ -504,15 +519,15 @@ class Detector:
         self._observed = 0
         self._iteration: int | None = None
         self._action_s = 0.0
-        """The latest median over all kinds of actions of all stages, about."""
+        """Approximate median seconds of an action, over all stages, in the latest undisturbed iteration."""
         self._compared: set[DetectorPlace] = set()
-        """Whose first level has been compared with their peers'."""
+        """Places whose first level has been compared with their peers'."""
 
     def observe(self, sample: IterationSample) -> list[Finding]:
-        """Take one iteration in; what changed, stages first, in order of their names.
+        """Take in one iteration; return its findings, stages first, then links, each in order of their names.
 
-        Durations count as those of actions of the usual size, where sizes are known. Iterations come in ascending
-        order, gaps allowed. Raises ValueError otherwise.
+        Durations are scaled to the usual size where sizes are known. Raises ValueError unless iterations come in
+        ascending order; gaps are allowed.
         """
         if self._iteration is not None and sample.iteration <= self._iteration:
             raise ValueError(f"iteration {sample.iteration} was observed after iteration {self._iteration}")
@@ -530,7 +545,7 @@ class Detector:
         ]
 
     def estimates(self) -> Estimates:
-        """Present estimates of everything that was ever measured."""
+        """Return the present estimates of all links and stages that were ever measured."""
         links = {identity: tracker.estimate() for identity, tracker in sorted(self._links.items())}
         stages = {identity: tracker.estimate() for identity, tracker in sorted(self._stages.items())}
         return Estimates(
@@ -572,7 +587,8 @@ class Detector:
         return [finding for finding in findings if finding is not None]
 
     def _slow_since(self, identity: LinkId) -> int | None:
-        """Since when another path of this link, or one of the other direction, is not healthy; None: all are."""
+        """Return the first iteration since when another path, or the other direction, of this link is not healthy;
+        None if all are healthy."""
         source, target = identity.source, identity.target
         ends = ((source, target), (target, source))
         others = [
@@ -615,6 +631,7 @@ class Detector:
     def _compare(
         self, settled: Mapping[DetectorPlace, Series], changes: ChangeSettings, iteration: int
     ) -> list[tuple[DetectorPlace, Change]]:
+        # Once, at its first level: later changes are judged by its own past.
         new = [place for place in settled if place not in self._compared]
         self._compared.update(new)
         return list(declare_slower_than_peers(settled, new, changes, iteration, self._action_s).items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what the detector takes in, what it finds, and how much evidence it wants."""
+"""Define the detector's input, its findings, and its thresholds."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ def _check(name: str, value: float, *, at_least: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeSettings:
-    """Thresholds beyond which a level (seconds per message, or per action) counts as changed. A change must pass every
-    threshold."""
+    """Thresholds for a change of a level (seconds per message or per action). A change must exceed all of them."""
 
     relative_shift: float
     """Smallest shift that counts, as a share of the level it is compared with."""
     min_shift_s: float
     action_share: float = 0.1
-    """Smallest shift that counts, as a share of the job's median action: less hardly matters to a schedule."""
+    """Smallest shift that counts, as a share of the job's median action: smaller ones hardly matter to a schedule."""
     sigmas: float = 4.0
     """Smallest shift that counts, in standard deviations of an iteration's median."""
     single_iteration: bool
-    """Lets overwhelming evidence of one iteration be enough."""
+    """Whether overwhelming evidence of one iteration is enough."""
     replica_factor: float
-    """Slower than the same position of the other pipelines by more than this, from the start on, is slow."""
+    """From the start, a series is slow if it exceeds the same position of the other pipelines by this factor."""
     peer_factor: float
-    """The same for the other positions, which differ more, where there are too few pipelines."""
+    """The same for other positions of its pipeline, which differ more; used if there are too few pipelines."""
 
     def __post_init__(self) -> None:
         for name in ("relative_shift", "min_shift_s", "action_share", "sigmas"):
@@ -46,7 +45,7 @@ class ChangeSettings:
             _check(name, getattr(self, name), at_least=1.0)
 
     def material_s(self, level_s: float, action_s: float) -> float:
-        """The least shift of `level_s` that counts, in a job whose median action takes `action_s`."""
+        """Return the smallest shift of `level_s` that counts. `action_s`: median seconds of the job's actions."""
         return max(self.min_shift_s, self.relative_shift * abs(level_s), self.action_share * action_s)
 
 
@@ -56,40 +55,43 @@ LINK_CHANGES = ChangeSettings(
 STAGE_CHANGES = ChangeSettings(
     relative_shift=0.1, min_shift_s=0.1e-3, single_iteration=False, replica_factor=1.3, peer_factor=2.0
 )
-"""A whole iteration of slow compute may be a checkpoint being written: a stage is never judged by one alone."""
+"""A stage is never judged by one iteration: a slow one may come from a checkpoint being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorSettings:
-    """Settings of a Detector. Iterations are counted where they had evidence."""
+    """Settings of a Detector. Only iterations with evidence are counted."""
 
     link: ChangeSettings = LINK_CHANGES
     stage: ChangeSettings = STAGE_CHANGES
     ignored_iterations: int = 1
-    """The first ones pay for allocations and lazy set-up."""
+    """First iterations that are left out: they pay for allocations and lazy set-up."""
     settling_iterations: int = 3
-    """From which the first baseline is taken, before anything is judged."""
+    """Iterations that the first baseline is taken from, before anything is judged."""
     baseline_iterations: int = 32
-    """The latest of one level; they are what a new iteration is compared with."""
+    """Most iterations of one level that a new iteration is compared with."""
     estimate_iterations: int = 8
-    """The latest of these; they are what estimates are made from."""
+    """Most iterations of one level that estimates are made from."""
     confirm_iterations: int = 2
-    """In a row that must agree on a change, where one is not overwhelming."""
+    """Consecutive iterations that must agree on a change that is not overwhelming."""
     recurrent_iterations: int = 4
-    """A level that rises in so many of `recurrence_window`, though never in a row, has risen as well."""
+    """A level has also risen if this many of the latest `recurrence_window` iterations were slower, consecutive or
+    not."""
     recurrence_window: int = 8
     flap_iterations: int = 50
-    """A relapse within so many iterations of a recovery doubles the time until the next recovery counts."""
+    """A relapse within this many iterations of a recovery doubles the hold time of the next recovery."""
     longest_hold_iterations: int = 64
-    """And no longer than this."""
+    """Longest hold time."""
     min_messages: int = 3
-    """Fewer in an iteration say nothing of a link."""
+    """Fewest messages of an iteration that a link is judged by."""
     overwhelming_messages: int = 6
-    """Fewer, those left out that arrived together with a later one, are never overwhelming."""
+    """Fewest messages that can be overwhelming evidence; messages that arrived together with a later one do not count.
+    """
     planning_quantile: float = 0.75
-    """Quantile of transfer times to plan for: over-estimating a delay costs memory, under-estimating costs time."""
+    """Quantile of transfer times to plan for: a delay that is too high costs memory, one that is too low costs time."""
     size_tolerance: float = 0.25
-    """Messages that differ from the link's usual size by more, on a link of unknown bandwidth, are not comparable."""
+    """On a link of unknown bandwidth, messages are comparable only if they differ from the usual size by at most this
+    share."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -115,9 +117,9 @@ class LinkId(NamedTuple):
     """One path of one directed link of one pipeline."""
 
     pipeline: int
-    """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
+    """First global rank of the pipeline's group."""
     source: int
-    """Pipeline rank."""
+    """Rank within the pipeline."""
     target: int
     path: str
     """"device" or "host"."""
@@ -142,16 +144,16 @@ class MessageSample(NamedTuple):
     nbytes: int
     sent_s: float
     arrived_s: float | None
-    """None: it did not arrive by this path."""
+    """None if it did not arrive by this path."""
     posted_s: float | None = None
-    """When the receive was posted, where a message cannot arrive before that; None where an arrival is seen anyhow.
+    """When the receive was posted, if a message cannot arrive before; None if its arrival is seen in any case.
 
-    A message that was sent before its receive was posted says nothing of the link.
+    A message that was sent before its receive was posted yields no latency.
     """
 
 
 class MessageColumns(NamedTuple):
-    """Messages as columns of equal length: what there are many of. NaN stands for None."""
+    """Messages as columns of equal length; NaN stands for None."""
 
     nbytes: Array
     sent_s: Array
@@ -160,22 +162,22 @@ class MessageColumns(NamedTuple):
 
     @staticmethod
     def of(messages: Sequence[MessageSample]) -> MessageColumns:
-        """The same as columns."""
+        """Return messages as columns."""
         rows = [tuple(math.nan if value is None else value for value in message) for message in messages]
         return MessageColumns(*np.array(rows, dtype=np.float64).reshape(-1, 4).T)
 
     def and_also(self, others: MessageColumns) -> MessageColumns:
-        """All messages of both."""
+        """Return the messages of both."""
         return MessageColumns(*(np.concatenate(pair) for pair in zip(self, others, strict=True)))
 
     @property
     def arrived(self) -> npt.NDArray[np.bool_]:
-        """Return which of them did."""
+        """Which messages arrived."""
         return ~np.isnan(self.arrived_s)
 
     @property
     def awaited(self) -> npt.NDArray[np.bool_]:
-        """Which of them tell how long the way was: no receive was posted later than they were sent."""
+        """Which messages yield a latency: the receive was not posted later than the message was sent."""
         return ~(self.posted_s > self.sent_s)
 
 
@@ -184,16 +186,15 @@ NO_MESSAGES = MessageColumns.of(())
 
 @dataclass(frozen=True, eq=False)
 class LinkSample:
-    """Messages that one path of a link carried in an iteration; without messages it says nothing but whether it is
-    broken."""
+    """Messages that one path of a link carried in an iteration, and whether the path is broken."""
 
     messages: MessageColumns = NO_MESSAGES
     broken: str | None = None
-    """Why the transport had given the path up when the iteration ended, in its words; None while it had not."""
+    """Why the transport gave the path up before the iteration ended; None if it did not."""
 
     @staticmethod
     def of(messages: Sequence[MessageSample], broken: str | None = None) -> LinkSample:
-        """The same of messages one by one."""
+        """Return a sample of messages given one by one."""
         return LinkSample(MessageColumns.of(messages), broken)
 
 
@@ -204,24 +205,24 @@ class StageSample:
     durations_s: Mapping[tuple[str, int], Sequence[float] | npt.NDArray[np.floating[Any]]] = field(default_factory=dict)
     """By (kind, chunk), kinds "F", "B", "I" and "W": seconds without waiting, one value per action, or their median."""
     lost: str | None = None
-    """Why the stage is known to be gone; None while it is not."""
+    """Why the stage is known to have failed; None if it has not."""
     sizes: Mapping[tuple[str, int], Sequence[float] | npt.NDArray[np.floating[Any]]] = field(default_factory=dict)
-    """By (kind, chunk), where it is known: how much each action had to do, in the same order, or one value where all
-    had as much. In any unit that is the same for all pipelines and iterations."""
+    """By (kind, chunk), if known: size of each action, in the order of the durations, or one value for all. Any unit
+    that all pipelines and iterations share."""
     work: Sequence[str] = ()
-    """By chunk, where it is known: what it computes. Chunks of one text take about as long."""
+    """By chunk, if known: text that describes its layers. Chunks with equal text take about equally long."""
 
 
 @dataclass(frozen=True)
 class IterationSample:
-    """One training iteration. What is missing from it is not judged, and stays what it was."""
+    """One training iteration. A link or stage without a sample is not judged and keeps its state."""
 
     iteration: int
     links: Mapping[LinkId, LinkSample] = field(default_factory=dict)
     stages: Mapping[StageId, StageSample] = field(default_factory=dict)
     disturbance: str | None = None
-    """What is known to have disturbed all timings (a checkpoint save, an evaluation just before): then only broken
-    paths and lost stages count."""
+    """What disturbed all timings, if anything (a checkpoint being saved, an evaluation before): then only broken paths
+    and lost stages count."""
 
 
 class State(str, enum.Enum):
@@ -234,7 +235,7 @@ class State(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A change of a state, or of the level within one, at the iteration that gave the last evidence for it."""
+    """A change of a state, or of the level in one state, at the iteration that confirmed it."""
 
     iteration: int
     subject: LinkId | StageId
@@ -243,12 +244,12 @@ class Finding:
     since_iteration: int
     """The first iteration that showed the change."""
     state_since_iteration: int
-    """The first iteration of the present state: an earlier one where only the level has changed."""
+    """First iteration of the present state; earlier than `since_iteration` if only the level has changed."""
     level_s: float | None
-    """Seconds per message of the usual size, or per action: of the kind that is slowest beside its health where any is
-    slow, else of the kind that changed most. None of the dead."""
+    """Seconds per message of the usual size, or per action. Of a stage's actions: the one that is slowest compared
+    with its healthy level, or if none is slow, the one that changed most. None if dead."""
     baseline_s: float | None
-    """The same in health; None where that is not known."""
+    """The same at the healthy level; None if unknown."""
     why: Reason
 
     @property
@@ -257,7 +258,7 @@ class Finding:
         return reason_text(self.why)
 
     def describe(self) -> Reason:
-        """Return what was found, with why behind it."""
+        """Return the finding in words, then why."""
         still = "still " if self.state is self.before else ""
         head = f"{self.subject}: {still}{self.state.value} since iteration "
         return head, self.state_since_iteration, (", ", self.why)
@@ -266,7 +267,7 @@ class Finding:
         return reason_text(self.describe())
 
     def to_json(self) -> dict[str, Any]:
-        """A line of the event log: plain numbers and text."""
+        """Return the finding for the event log, as plain numbers and text."""
         document = asdict(self) | {"reason": self.reason}
         document["subject"] = {"kind": "link" if isinstance(self.subject, LinkId) else "stage"}
         document["subject"].update(self.subject._asdict())
@@ -275,35 +276,37 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEstimate:
-    """One path of a link as it is now, from the latest iterations of its present level."""
+    """Present estimate of one path of a link, from the latest iterations of its level."""
 
     latency_s: float
-    """Latency quantile for planning, without the time of the bytes; `transfer_s` where the two cannot be separated."""
+    """Latency to plan for (a quantile), without the time of the bytes; equal to `transfer_s` if these cannot be
+    separated."""
     bandwidth_bytes_per_s: float | None
-    """None where messages of one size never wait for each other: then nothing tells it, and it does not matter."""
+    """None if unknown: messages of one size that never wait for each other yield none, and need none."""
     transfer_s: float
-    """Planning quantile, of a message of `nbytes` on the idle link: latency plus the time its bytes take."""
+    """Seconds to plan for (a quantile) of a message of `nbytes` on the idle link: latency plus the time of its bytes.
+    """
     nbytes: int
-    """The usual message."""
+    """Bytes of a usual message."""
     state: State
     since_iteration: int
     measured_iteration: int
-    """The latest iteration that agreed with it."""
+    """The latest iteration that agreed with this level."""
     reason: Reason
     clock_correction_s: float
-    """Taken off the latest measured times, because the other direction's would have been negative without."""
+    """Seconds subtracted from the latest transfer times, because those of the other direction were negative."""
 
     def occupancy_s(self, nbytes: int) -> float:
-        """Seconds that a message of `nbytes` keeps the link busy; 0 where the bandwidth is not known."""
+        """Return the seconds that a message of `nbytes` keeps the link busy; 0 if the bandwidth is unknown."""
         return 0.0 if self.bandwidth_bytes_per_s is None else nbytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """One stage as it is now."""
+    """Present estimate of one stage."""
 
     durations_s: Mapping[tuple[str, int], float]
-    """By (kind, chunk): median seconds of the latest iterations of the present level, for the usual size."""
+    """By (kind, chunk): median seconds of an action of the usual size, in the latest iterations of its level."""
     state: State
     since_iteration: int
     reason: Reason

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find change points of one measured quantity, with hysteresis and robust statistics.
+"""Find change points of one measured quantity, with hysteresis and robust statistics. Fit a link's bandwidth.
 
-Tells a link's latency from its occupancy, given when messages were sent and when they arrived.
-A link carries one message at a time, in order: message i starts when it was sent, or when the one before has left,
-whichever is later; its bytes take nbytes / bandwidth, and it arrives one latency after its last byte left. For a
-given bandwidth that leaves one latency per message, and the right bandwidth is the one for which these agree best,
-whether what tells it is messages that waited for each other, or messages of different sizes.
+A link carries one message at a time, in order. Message i starts when it was sent or when the one before has left,
+whichever is later. Its bytes take nbytes / bandwidth; it arrives one latency after its last byte left. Given a
+bandwidth, each message yields a latency. The right bandwidth is the one for which these latencies agree best. It can
+be found if messages waited for each other, or if their sizes differ.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ Array = npt.NDArray[np.float64]
 MIN_MESSAGES = 6
 """Fewest messages that a bandwidth is fitted to."""
 TELLING = 0.7
-"""A fitted bandwidth is used if the spread of the latencies that it leaves is at most this share of the spread
-without it."""
+"""A fitted bandwidth is used if it reduces the spread of the latencies to at most this share."""
 OUTLIERS = 0.1
-"""Share of the messages that are left out of the spread: those farthest off."""
+"""Share of the messages that the spread leaves out: the farthest ones."""
 CANDIDATES = 16
 _NEGLIGIBLE = 0.01
-"""Share of the occupancy: latencies that disagree by less without it need no explaining."""
+"""Share of the occupancy. Latencies that disagree by less need no bandwidth to explain them."""
 _NEGATIVE = 0.1
-"""Share of the occupancy: a bandwidth that makes latencies more negative claims that messages arrive unsent."""
+"""Share of the occupancy. A bandwidth that makes latencies more negative than this is impossible."""
 _SIZES_DIFFER = 1.2
 _TOGETHER = 0.25
-"""Messages are one bunch whose arrivals are closer than this share of the time between their sending."""
+"""Messages belong to one bunch if their arrivals are closer than this share of the time between their sending."""
 
 
 class Messages(NamedTuple):
@@ -46,17 +44,17 @@ class Messages(NamedTuple):
 
     nbytes: Array
     start_s: Array
-    """When each could start at the earliest: sent, and, where that matters, awaited."""
+    """Earliest possible start of each: when it was sent or, if that matters, when its receive was posted."""
     arrived_s: Array
     telling: npt.NDArray[np.bool_]
-    """Which of them tell a latency; the others only kept the link busy."""
+    """Which messages yield a latency; the others only kept the link busy."""
 
 
 def least_held(start_s: Array, arrived_s: Array) -> npt.NDArray[np.bool_]:
-    """Return which messages were not held up and let go together with a later one.
+    """Return which messages were not held up and released together with a later one.
 
-    A pause of the receiver, or one late message on a link that keeps the order, delays many messages at once. They
-    arrive together: that is one event and no evidence of many, and the last of them was held up least.
+    A pause of the receiver, or one late message on an ordered link, delays many messages at once, which then arrive
+    together. They are evidence of one event, and the last of them was held up least.
     """
     arrivals_apart = arrived_s[1:] - arrived_s[:-1]
     together = (arrivals_apart >= 0.0) & (arrivals_apart < _TOGETHER * (start_s[1:] - start_s[:-1]))
@@ -64,17 +62,18 @@ def least_held(start_s: Array, arrived_s: Array) -> npt.NDArray[np.bool_]:
 
 
 class LinkFit(NamedTuple):
-    """Fit of a link's messages in one iteration."""
+    """Latencies and bandwidth fitted to a link's messages of one iteration."""
 
     latency_s: Array
-    """One per telling message; of a link whose bandwidth is not known, with the time the bytes take."""
+    """One per message with a known latency; if the bandwidth is unknown, the time of the bytes is included."""
     seconds_per_byte: float
     identified: bool
-    """Set if `seconds_per_byte` is from this iteration; otherwise it is the known one, or 0."""
+    """Whether `seconds_per_byte` was found in this iteration; if not, it is the known one, or 0."""
 
 
 def fit_link(messages: Messages, known_seconds_per_byte: float | None) -> LinkFit:
-    """The occupancy that explains the arrivals best. `known_seconds_per_byte`: what earlier iterations told, if any."""
+    """Return the fit that explains the arrivals best. `known_seconds_per_byte`: found in earlier iterations; None if
+    not."""
     candidates = np.zeros(1)
     if np.count_nonzero(messages.telling) >= MIN_MESSAGES:
         candidates = _candidates(messages)
@@ -99,7 +98,7 @@ def fit_link(messages: Messages, known_seconds_per_byte: float | None) -> LinkFi
 
 
 def _latencies(messages: Messages, seconds_per_byte: Array) -> Array:
-    """One row per candidate, one column per telling message."""
+    """Return latencies in seconds: one row per candidate, one column per message that yields one."""
     occupancy_s = seconds_per_byte[:, None] * messages.nbytes[None, :]
     busy_s = np.cumsum(occupancy_s, axis=1)
     # start_i = max(earliest_i, left_{i-1}), unrolled: when the link would be free if it had never idled before j.
@@ -108,9 +107,10 @@ def _latencies(messages: Messages, seconds_per_byte: Array) -> Array:
 
 
 def _scores(messages: Messages, seconds_per_byte: Array) -> Array:
-    """Mean distance of latencies from their median, the most distant left out; infinite where latencies are negative.
+    """Return by candidate the mean distance of latencies from their median, without outliers; infinite if latencies
+    are negative.
 
-    Of no occupancy at all it is finite: what is negative then is the clocks' fault.
+    For a candidate of 0 it is finite: if latencies are negative even without occupancy, clocks differ.
     """
     latencies_s = np.sort(_latencies(messages, seconds_per_byte), axis=1)
     count = latencies_s.shape[1]
@@ -123,7 +123,8 @@ def _scores(messages: Messages, seconds_per_byte: Array) -> Array:
 
 
 def _candidates(messages: Messages) -> Array:
-    """Seconds per byte worth a look, ascending from 0: spacings of arrivals, and slopes over sizes."""
+    """Return candidates in seconds per byte, ascending from 0: from spacings of arrivals, and from slopes over
+    sizes."""
     nbytes, start_s, arrived_s = (column[messages.telling] for column in messages[:3])
     waited = (start_s[1:] < arrived_s[:-1]) & (nbytes[1:] > 0)
     sizes_differ = bool(nbytes.max() > _SIZES_DIFFER * nbytes.min())
@@ -146,15 +147,16 @@ def _candidates(messages: Messages) -> Array:
 
 
 _KEPT_VALUES = 64
-"""Per iteration; of more, evenly spaced ones in order of size."""
+"""Values kept per iteration; of more values, evenly spaced ones in order of size."""
 _SCALE = 1.4826
 """Standard deviation of a normal distribution per median absolute deviation."""
 _ENOUGH_ITERATIONS = 5
-"""For their medians' scatter to be known."""
+"""Fewest iterations from which the scatter of medians is computed."""
 
 
 def quantiles(ordered: Sequence[float], *fractions: float) -> list[float]:
-    """As np.quantile of values in ascending order, at a twentieth of its cost for the short lists there are here."""
+    """Return quantiles of values in ascending order, as np.quantile does, at a twentieth of its cost for short
+    lists."""
     found = []
     for fraction in fractions:
         position = fraction * (len(ordered) - 1)
@@ -167,7 +169,7 @@ def quantiles(ordered: Sequence[float], *fractions: float) -> list[float]:
 
 @functools.lru_cache(maxsize=64)
 def _kept(count: int) -> npt.NDArray[np.intp]:
-    """Return which of so many values are."""
+    """Return the indices of the values that are kept of `count`."""
     kept: npt.NDArray[np.intp] = np.linspace(0, count - 1, _KEPT_VALUES).round().astype(np.intp)
     return kept
 
@@ -176,7 +178,7 @@ class Batch:
     """The values of one iteration."""
 
     def __init__(self, iteration: int, values: Array) -> None:
-        """`values`: at least one, in any order."""
+        """Set up. `values`: at least one, in any order."""
         values = np.sort(values)
         self.iteration = iteration
         self.count = len(values)
@@ -195,19 +197,19 @@ class Level(NamedTuple):
     low: float
     """Tenth percentile of all values."""
     high: float
-    """Ninetieth."""
+    """Ninetieth percentile of all values."""
     spread: float
-    """Distance of the quartiles of all values."""
+    """Interquartile range of all values."""
     scatter: float
-    """Standard deviation of the iterations' medians, by their median absolute deviation; 0 while there are few."""
+    """Standard deviation of the iterations' medians, from their median absolute deviation; 0 for few iterations."""
     iterations: int
     until_iteration: int
 
     def noise(self, count: int) -> float:
-        """Standard deviation to expect of the median of `count` values.
+        """Return the expected standard deviation of the median of `count` values.
 
-        What iterations showed, but no less than the values' own spread makes likely: for normal as for exponential
-        noise that is within a tenth of the distance of quartiles / sqrt(count).
+        It is at least what the spread of the values makes likely: for normal and exponential noise, that is within a
+        tenth of interquartile range / sqrt(count).
         """
         return max(self.scatter, self.spread / math.sqrt(count))
 
@@ -225,23 +227,23 @@ class Window:
 
     @property
     def until_iteration(self) -> int | None:
-        """The latest one in the window."""
+        """The latest iteration in the window; None if it is empty."""
         return self._batches[-1].iteration if self._batches else None
 
     def add(self, batch: Batch) -> None:
-        """Take an iteration in; the oldest leaves when the window is full."""
+        """Add an iteration. The oldest leaves when the window is full."""
         self._batches.append(batch)
         self._value = self._level = None
 
     @property
     def value(self) -> float:
-        """Value of the level, without the rest of it, which most iterations do not need."""
+        """Value of the level alone: most iterations need no more, and it costs less."""
         if self._value is None:
             (self._value,) = quantiles(sorted(batch.median for batch in self._batches), 0.5)
         return self._value
 
     def level(self) -> Level:
-        """Level of all iterations in the window, at least one."""
+        """Return the level of all iterations in the window, at least one."""
         if self._level is None:
             value, count = self.value, len(self._batches)
             low, lower, upper, high = quantiles(np.sort(self._values(count)).tolist(), 0.1, 0.25, 0.75, 0.9)
@@ -253,7 +255,7 @@ class Window:
         return self._level
 
     def latest_quantile(self, fraction: float, iterations: int) -> float:
-        """Quantile of the latest iterations: the smallest value that at least `fraction` of them do not exceed."""
+        """Return the smallest value that at least `fraction` of the values of the latest `iterations` do not exceed."""
         values = self._values(iterations)
         place = max(0, math.ceil(fraction * len(values)) - 1)
         return float(np.partition(values, place)[place])
@@ -263,26 +265,27 @@ class Window:
 
 
 class FlapDamper:
-    """Flap damping of a link or stage: each relapse soon after a recovery lengthens the next hold time."""
+    """Flap damping of a link or stage: each relapse soon after a recovery lengthens the hold time of the next
+    recovery."""
 
     def __init__(self, settings: DetectorSettings) -> None:
         self._settings = settings
         self._recovered: int | None = None
         self.flaps = 0
-        """Relapses, each soon after the recovery before."""
+        """Relapses in a row, each soon after the recovery before."""
 
     def fell(self, iteration: int) -> None:
-        """It stopped being healthy."""
+        """Note that it is no longer healthy."""
         soon = self._recovered is not None and iteration - self._recovered <= self._settings.flap_iterations
         self.flaps = self.flaps + 1 if soon else 0
 
     def recovered(self, iteration: int) -> None:
-        """It is healthy again."""
+        """Note that it is healthy again."""
         self._recovered = iteration
 
     @property
     def hold_iterations(self) -> int:
-        """Return how many iterations in a row must show a recovery for it to be believed."""
+        """Number of consecutive iterations that must show a recovery before it counts."""
         doublings = min(self.flaps, self._settings.longest_hold_iterations.bit_length())
         return max(
             self._settings.confirm_iterations,
@@ -291,7 +294,7 @@ class FlapDamper:
 
 
 class Change(NamedTuple):
-    """A new level, or only a new verdict on the level there is."""
+    """A new level, or a new state at the present level."""
 
     before: State
     state: State
@@ -301,13 +304,13 @@ class Change(NamedTuple):
     baseline: Level
     evidence: Reason
     of_others: bool = False
-    """`previous_s` and `baseline` are not its own, but those of its peers: nothing of it was known before."""
+    """`previous_s` and `baseline` are those of its peers: it has no healthy past of its own."""
     learnt_slow: bool = False
-    """What is taken for healthy was first seen when something that it shares its way with was slow already."""
+    """The baseline was measured while the other path or direction of the link was already slow."""
 
 
 class _Verdict(NamedTuple):
-    """How one iteration compares with the present level."""
+    """Comparison of one iteration with the present level."""
 
     direction: int
     """1 slower, -1 faster, 0 the same."""
@@ -320,10 +323,10 @@ _FAR_ABOVE = 4.0
 
 
 class Series:
-    """One quantity in seconds, such as the transfer time of a link; smaller is better.
+    """One measured quantity in seconds, such as the transfer time of a link; smaller is better.
 
-    An iteration that differs from the present level is held back until others confirm it, and forgotten if they do
-    not: neither the level nor an estimate ever sees it.
+    An iteration that differs from the present level is held back until others confirm it. If they do not, it is
+    dropped, and neither the level nor an estimate ever includes it.
     """
 
     def __init__(self, settings: DetectorSettings, changes: ChangeSettings, damper: FlapDamper) -> None:
@@ -332,11 +335,11 @@ class Series:
         self.window = Window(settings.baseline_iterations)
         """Values at the present level."""
         self._healthy_window = self.window
-        """Values at the latest healthy level, to which a recovery comes back."""
+        """Values at the latest healthy level, which a recovery returns to."""
         self.settled = False
-        """Set once there is a level to compare with."""
+        """Whether there is a level to compare with."""
         self._baseline: Level | None = None
-        """What was healthy, while the present level is slow."""
+        """The healthy level, while the present one is slow."""
         self._lowest: Level | None = None
         self._recent: deque[int] = deque(maxlen=settings.recurrence_window)
         self._streak = 0
@@ -345,11 +348,11 @@ class Series:
 
     @property
     def baseline(self) -> Level:
-        """Return what is healthy."""
+        """The healthy level."""
         return self._baseline if self._baseline is not None else self.window.level()
 
     def observe(self, batch: Batch, action_s: float) -> Change | None:
-        """Judge an iteration of a job whose median action takes `action_s`."""
+        """Judge an iteration; return the change if it confirms one. `action_s`: median seconds of the job's actions."""
         if not self.settled:
             self.window.add(batch)
             self.settled = len(self.window) >= self._settings.settling_iterations
@@ -367,18 +370,19 @@ class Series:
         return None if evidence is None else self._switch(batch, action_s, evidence)
 
     def accepted(self, iteration: int) -> bool:
-        """Return whether `iteration` was taken for one of the present level."""
+        """Return whether `iteration` counts as one of the present level."""
         return self.window.until_iteration == iteration
 
     def declare_slow(self, healthy_s: float, iteration: int, evidence: Reason) -> Change:
-        """Its level is slow beside its peers': health is `healthy_s`, of which nothing else is known."""
+        """Declare the present level slow compared with peers. `healthy_s`: the peers' level, as there is no healthy
+        past."""
         level = self.window.level()
         self._baseline = level._replace(value=healthy_s, scatter=0.0)
         self._healthy_window = Window(self._settings.baseline_iterations)
         return self._fall(iteration, iteration, level.value, healthy_s, evidence)._replace(of_others=True)
 
     def forget(self) -> None:
-        """What comes cannot be compared with what was: settle anew."""
+        """Start anew: coming values cannot be compared with earlier ones."""
         self.state, self.settled = State.HEALTHY, False
         self.window = self._healthy_window = Window(self._settings.baseline_iterations)
         self._baseline = self._lowest = None
@@ -387,6 +391,7 @@ class Series:
 
     def _judge(self, batch: Batch, action_s: float) -> _Verdict:
         changes, value_s = self._changes, self.window.value
+        # Most iterations end here: the median alone decides before the level's statistics are computed.
         if self.state is State.HEALTHY and abs(batch.median - value_s) < changes.material_s(value_s, action_s):
             return _SAME
         level = self.window.level()
@@ -399,9 +404,9 @@ class Series:
         return _Verdict(1 if shift_s > 0 else -1, self._overwhelming(batch, level, shift_s))
 
     def _healthy_limit(self, batch: Batch, action_s: float) -> float:
-        """Half-way to what would be called slow: a level in between stays what it is.
+        """Return the limit below which a slow series counts as healthy again: half-way to what would be called slow.
 
-        But for one that was far above: what falls from there to where it would not be called slow does not hover.
+        In between, the state stays, so that it does not flap. From far above, a fall to nearly that limit is enough.
         """
         baseline, changes = self.baseline, self._changes
         noise_s = 0.75 * changes.sigmas * baseline.noise(batch.count)
@@ -410,7 +415,8 @@ class Series:
         return baseline.value + max((0.9 if far_above else 0.5) * material_s, noise_s)
 
     def _overwhelming(self, batch: Batch, level: Level, shift_s: float) -> bool:
-        """Nearly all values beyond nearly all known ones, and shifted alike, as no pause or burst of load does it."""
+        """Return whether one iteration is enough: nearly all values lie beyond nearly all known ones, and shifted by
+        as much. A pause or a burst of load does not do that."""
         if not self._changes.single_iteration or batch.count < self._settings.overwhelming_messages:
             return False
         # Half the shift: a burst of jitter delays some messages little.
@@ -419,9 +425,10 @@ class Series:
         return apart and batch.spread <= max(2.0 * level.spread, 0.25 * abs(shift_s))
 
     def _confirmation(self, verdict: _Verdict) -> str | None:
-        """Return why the change is believed now; None while it is not."""
+        """Return why the change counts now; None if it does not yet."""
         settings, damper = self._settings, self._damper
         slower = verdict.direction > 0
+        # After flaps, even an overwhelming recovery has to last.
         if verdict.overwhelming and (slower or damper.flaps == 0):
             return "nearly all messages of the iteration alike"
         needed = settings.confirm_iterations if slower else damper.hold_iterations
@@ -434,7 +441,7 @@ class Series:
         return None
 
     def _switch(self, batch: Batch, action_s: float, evidence: Reason) -> Change:
-        """Enter the level that `batch` shows."""
+        """Switch to the level that `batch` shows, and return the change."""
         previous_s = self.window.level().value
         if self._direction > 0:
             if self.state is State.HEALTHY:
@@ -445,6 +452,7 @@ class Series:
         if before is State.SLOW and batch.median > self._healthy_limit(batch, action_s):
             self._start_window(Window(self._settings.baseline_iterations), batch)
         elif before is State.SLOW:
+            # The healthy window continues, so that the baseline does not move with each flap.
             self._start_window(self._healthy_window, batch)
             self._recover(batch.iteration)
         else:
@@ -454,6 +462,7 @@ class Series:
 
     def _start_window(self, window: Window, batch: Batch) -> None:
         self.window = window
+        # Not the iterations held back before it: they may be of either level.
         self.window.add(batch)
         self._streak = 0
         self._recent.clear()
@@ -470,7 +479,9 @@ class Series:
         self._damper.recovered(iteration)
 
     def _look_for_creeping(self, iteration: int, action_s: float) -> Change | None:
-        """A level that rises too slowly for any iteration to stand out is held against the lowest there was."""
+        """Return the change to slow if the level has crept up: no iteration stands out, but it is far above the lowest
+        level."""
+        # The median of a short window is too noisy for small rises.
         if self.state is not State.HEALTHY or len(self.window) < self._settings.baseline_iterations // 2:
             return None
         if self._lowest is not None:
@@ -489,19 +500,19 @@ class Series:
         return self._fall(iteration, lowest.until_iteration, level.value, lowest.value, evidence)
 
 
-# Findings in words.
+# Wording of findings.
 
 SETTLED = "as in its first iterations"
 UNJUDGED = "too few iterations to judge"
 
 
 def seconds(value_s: float) -> str:
-    """In milliseconds, to three digits."""
+    """Return seconds as text, in milliseconds with three digits."""
     return f"{value_s * 1e3:.3g} ms"
 
 
 def size(nbytes: float) -> str:
-    """In the largest binary unit that leaves at least one."""
+    """Return bytes as text, in the largest binary unit that gives at least one."""
     for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if nbytes >= 1024**exponent:
             return f"{nbytes / 1024**exponent:.3g} {unit}"
@@ -509,9 +520,10 @@ def size(nbytes: float) -> str:
 
 
 def change_in_words(what: str, change: Change, state_since: int) -> Reason:
-    """Such as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); seen in ...`.
+    """Describe a change, as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); seen in
+    ...`.
 
-    `state_since`: the iteration since when the state is what the finding says, which is not said again.
+    `state_since`: the iteration that the finding already names as the start of the state; it is not repeated.
     """
     again = " again" if change.before is State.SLOW and change.state is State.HEALTHY else ""
     since = (" since iteration ", change.since_iteration) if change.since_iteration != state_since else ()

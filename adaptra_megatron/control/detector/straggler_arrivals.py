@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find which replicas come last to gradient synchronisation, how persistently, and what that costs. No clocks are
-compared.
+"""Find replicas that come last to gradient synchronisation, how often, and what that costs. Needs no common clock.
 
-All replicas leave a synchronisation at about the same time, so the one that was in it for the shortest time came last,
-and by as much as the others were in it longer.
+All replicas leave a synchronisation at about the same time. So the replica with the shortest wait came last, and the
+difference to the others' waits is its lag.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ import numpy.typing as npt
 from adaptra_megatron.common.layout import Cell
 
 WINDOW = 20
-"""Iterations that are looked at together."""
+"""Number of latest iterations that are judged together."""
 LEAST = 15
-"""Iterations after which something may be found."""
+"""Fewest iterations before anything is found."""
 UNUSUAL = 5
-"""The first iterations of a process, which set things up and are not judged."""
+"""First iterations of a process, which are not judged: they set things up."""
 OFTEN, SELDOM = 0.8, 0.25
-"""Share of these iterations in which a replica must be late to be found; share at which it is healthy again."""
+"""A replica is found late if it is late in this share of the iterations; it is healthy again at the second share."""
 WORTH, LEAST_S = 0.05, 0.001
-"""Share of an iteration, and seconds, by which a replica is late; half of that share must be what it costs."""
+"""A replica is late if its lag is at least this share of an iteration and these seconds. It is found only if its lag
+costs half that share."""
 _DUE_TO_COMPUTE = 0.5
-"""Share of its lag by which a cell must compute longer than others to be what its replica waits for."""
+"""A cell explains its replica's lag if it computes longer than others by this share of the lag."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -38,68 +38,69 @@ class Row(NamedTuple):
     """Measurements of a cell in one training iteration, in seconds."""
 
     iteration: int
-    """Number in traces: evaluations are counted."""
+    """Number as in traces, where evaluations count, too."""
     seconds: float
-    """Seconds of the iteration, from its beginning until gradients were synchronised."""
+    """Seconds from the iteration's beginning until gradients are synchronised."""
     wait_s: float
-    """In gradient synchronisation, which ends when all replicas have come and the sums are made."""
+    """Seconds in gradient synchronisation, which ends when all replicas have come and the sums are made."""
     computed_s: float
-    """In forwards and backwards, without waiting."""
+    """Seconds in forwards and backwards, without waiting."""
     data_s: float = 0.0
-    """Waiting for the training data's next micro-batch."""
+    """Seconds of waiting for the training data's next micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFigures:
-    """Recent figures of a rank's host; None where that cannot be read. Shares are 0..1 of the CPUs that the rank may
-    use, or of the time."""
+    """Recent figures of a rank's host; None if unknown. Shares are 0..1, of the CPUs that the rank may use or of the
+    time."""
 
     others_cpu: float | None = None
-    """Share of the CPUs' time that processes of others have used."""
+    """Share of the CPUs' time used by processes outside this job."""
     own_cpu: float | None = None
-    """The same of this job's processes."""
+    """Share of the CPUs' time used by this job's processes."""
     stolen: float | None = None
     """Share of the CPUs' time that the hypervisor gave to other machines."""
     throttled: float | None = None
-    """Share of the time in which a limit of the container kept threads from running."""
+    """Share of the time in which the container's CPU limit stopped threads."""
     queued: float | None = None
-    """Share of the time in which threads stood in line for a CPU (pressure stall information)."""
+    """Share of the time in which threads waited for a CPU (pressure stall information)."""
     load: float | None = None
     """Runnable threads per CPU of the host."""
     network: float | None = None
-    """Share of the speed of the busiest network interface that was used, in its busier direction."""
+    """Used share of the speed of the busiest network interface, in its busier direction."""
     network_errors_s: float | None = None
-    """Errors and lost packets of all interfaces and RDMA ports, per second."""
+    """Errors and dropped packets of all interfaces and RDMA ports, per second."""
     memory_bytes_s: float | None = None
-    """Traffic of the host's memory, where the kernel counts it (resctrl)."""
+    """Traffic of the host's memory, bytes per second, if the kernel counts it (resctrl)."""
     gpu_clock: float | None = None
-    """Clock of the slowest GPU, as a share of the highest that it can have."""
+    """Clock of the slowest GPU, as a share of its maximum."""
     gpu_slowed: str = ""
-    """Which GPU is slowed down, and why, in words."""
+    """Which GPU is throttled, and why, as text; empty if none is."""
 
 
 class Late(NamedTuple):
-    """A replica that comes last. Of several stages that do, the one that the others wait for, as far as can be told."""
+    """A replica that comes last, and the stage that explains it, as far as known."""
 
     replica: int
     stage: int
     lag_s: float
-    """By which it comes after the others, the median of the iterations in which it is late."""
+    """Seconds that it comes after the others: the median over the iterations in which it is late."""
     last: int
-    """In how many of the latest `of` iterations it was the last one."""
+    """Number of the latest `of` iterations in which it came last."""
     of: int
     since: int
-    """Iteration since which it is late nearly always."""
+    """Iteration since when it is late nearly always."""
     share: float
-    """Part of an iteration that would be saved if it came with those that are not late."""
+    """Share of an iteration that would be saved if it came with those that are not late."""
     computes_s: float
-    """By which the stage computes longer than in other replicas."""
+    """Seconds that the stage computes longer than in other replicas."""
     data_s: float
-    """By which it waits longer for data."""
+    """Seconds that the stage waits longer for data than in other replicas."""
 
 
 def beyond_others(values: Floats) -> Floats:
-    """By how much each value of a row [iterations, replicas] exceeds the lower median of the row's others."""
+    """Return how much each value exceeds the lower median of the others in its row. `values`: [iterations,
+    replicas]."""
     ranked = np.sort(values, axis=1)
     middle = (values.shape[1] - 2) // 2
     below, above = ranked[:, middle, None], ranked[:, middle + 1, None]
@@ -107,24 +108,24 @@ def beyond_others(values: Floats) -> Floats:
 
 
 class Stragglers:
-    """Judges the replicas of a job. For one thread; knows nothing of hosts.
+    """Finds the late replicas of a job. Not thread-safe.
 
-    A replica is found late once it was by `WORTH` of an iteration in `OFTEN` of the latest iterations, at any stage,
-    and costs time; that is over once it is late in no more than `SELDOM` of them at each.
+    A replica is found late if at some stage its lag was `WORTH` of an iteration in `OFTEN` of the latest iterations,
+    and costs time. It is healthy again once it is late in at most `SELDOM` of them at every stage.
     """
 
     def __init__(self, replicas: int, stages: int) -> None:
-        """At least two replicas."""
+        """Set up, for at least two replicas."""
         assert replicas > 1, "one replica waits for no other"
         self._replicas, self._stages = replicas, stages
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)
-        """What each iteration measured, [stages, replicas, fields of Row]."""
+        """Measurements of each iteration, [stages, replicas, fields of Row]."""
         self._since: dict[int, int] = {}
-        """The iteration since when a replica is late, of those that are."""
+        """By late replica: the iteration since when it is late."""
         self._unusual = UNUSUAL
 
     def observe(self, rows: Mapping[Cell, Row]) -> None:
-        """Take one iteration of all cells in, in ascending order."""
+        """Take in one iteration of all cells. Call in ascending order of iterations."""
         if self._unusual:
             self._unusual -= 1
             return
@@ -137,7 +138,7 @@ class Stragglers:
         return range(self._stages)
 
     def judge(self) -> tuple[list[Late], list[int]]:
-        """Replicas that are late from now on, with what is known of them, and those that are not any more."""
+        """Return the replicas that are late from now on, and those that no longer are."""
         if len(self._rows) < LEAST:
             return [], []
         behind_s, is_late = self._lags()
@@ -156,21 +157,21 @@ class Stragglers:
         return new, over
 
     def late(self) -> list[Late]:
-        """All that are late, as they are now."""
+        """Return all late replicas, with their present figures."""
         if not self._since:
             return []
         behind_s, is_late = self._lags()
         return [self._describe(*each, behind_s, is_late, self._since) for each in sorted(self._since.items())]
 
     def lags_s(self) -> list[list[float]]:
-        """By stage and replica, the median lag in the latest iterations, negative for those that come before most."""
+        """Return the median lag in seconds, by stage and replica; negative for those that come before most."""
         if not self._rows:
             return []
         lags: list[list[float]] = np.median(self._lags()[0], axis=1).tolist()
         return lags
 
     def last(self) -> list[list[int]]:
-        """By stage and replica, in how many of the latest iterations it was the last one."""
+        """Return by stage and replica the number of latest iterations in which it came last."""
         return [
             np.bincount(waits_s.argmin(axis=1), minlength=self._replicas).tolist() for waits_s in self._field("wait_s")
         ]
@@ -181,18 +182,19 @@ class Stragglers:
         return len(self._rows)
 
     def _field(self, name: str) -> Floats:
-        """[stages, iterations, replicas]."""
+        """Return a field of `Row` as [stages, iterations, replicas]."""
         return np.stack(self._rows, axis=1)[..., Row._fields.index(name)]
 
     def _lags(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """[stages, iterations, replicas]: by how much each came after most others, and whether that is late."""
+        """Return the lag of each cell after most others, and whether that is late, both [stages, iterations,
+        replicas]."""
         # The lower median: of three replicas, one is late if it comes after both others.
         behind_s = np.stack([-beyond_others(waits_s) for waits_s in self._field("wait_s")])
         seconds = np.median(self._field("seconds"), axis=2, keepdims=True)
         return behind_s, behind_s > np.maximum(LEAST_S, WORTH * seconds)
 
     def _began(self, late: Sequence[bool]) -> int:
-        """The first of the iterations from which on a replica was late in most. `late`: [iterations]."""
+        """Return the first iteration from which on a replica was late in most. `late`: [iterations]."""
         numbers = self._field("iteration")[0, :, 0]
         starts = [at for at, each in enumerate(late) if each and sum(late[at:]) >= OFTEN * len(late[at:])]
         return int(numbers[starts[0] if starts else -1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find why a replica comes last: what its host shows that the hosts of others do not, and what to do about it."""
+"""Find why a replica comes last: figures of its host that other hosts do not show, and their remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StragglerCauseKind(str, enum.Enum):
 
     @property
     def helped_by_pinning(self) -> bool:
-        """Return whether it helps to keep a rank's other processes away from its training threads."""
+        """Whether it helps to keep a rank's other processes off the CPUs of its training threads."""
         return self in (StragglerCauseKind.CPU, StragglerCauseKind.CPU_QUEUE, StragglerCauseKind.CPU_LIMIT)
 
 
@@ -36,13 +36,13 @@ class StragglerCause(NamedTuple):
 
     kind: StragglerCauseKind
     text: str
-    """Completes "replica 5 arrives last: "."""
+    """Completes the sentence "replica 5 arrives last: "."""
     remedy: str
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """A figure that explains a lag where it is at least `least`, and `apart` more than on most other hosts."""
+    """A figure explains a lag if it is at least `least`, and exceeds the median of the other hosts by `apart`,"""
 
     kind: StragglerCauseKind
     field: str
@@ -51,7 +51,7 @@ class _Rule:
     text: str
     remedy: str
     times: float = 1.0
-    """By which it must exceed that of most other hosts."""
+    """and by this factor."""
 
 
 _RULES = (
@@ -115,14 +115,14 @@ _RULES = (
     ),
 )
 _SLOWER_CLOCK = 0.1
-"""By which a GPU's clock must be lower than others' to explain a lag."""
+"""Share of its maximum by which a GPU's clock must be below others' to explain a lag."""
 _PART = 0.3
-"""Part of a lag that waiting for data, or computing, must explain."""
+"""Share of a lag that waiting for data, or computing, must explain."""
 
 
 def explain(late: Late, own: HostFigures | None, others: Sequence[HostFigures]) -> list[StragglerCause]:
-    """All that explains why `late` is, the likeliest first. `others`: of the same stage in replicas that are not late;
-    what these show as well explains nothing."""
+    """Return all causes of the lag of `late`, the likeliest first. `others`: hosts of the same stage in replicas that
+    are not late; a figure that they show, too, explains nothing."""
     found = []
     if late.data_s > _PART * late.lag_s:
         text = f"it waits {1e3 * late.data_s:.0f} ms of an iteration for its data loader"

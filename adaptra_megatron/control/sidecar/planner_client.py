@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a planner process of this leading rank running, and exchange typed messages with it.
+"""Keep a planner process of this leader running, and exchange typed messages with it.
 
-Reports, or a decision, go along as bytes. Before the first message the planner process is given the socket on which it
-listens to the ranks that follow. No torch here: the planner process imports this.
+Reports and decisions are sent as raw bytes after a message. Before the first message, the process gets the socket on
+which it listens to the other ranks. This module must not import torch, since the planner process imports it.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ class PathPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutePolicy:
-    """Replicas that routes join."""
+    """Settings of routes between replicas."""
 
     pipelines: tuple[tuple[int, ...], ...]
-    """First ranks of the pipelines of each replica: one for each lane."""
+    """By replica: first ranks of its pipelines, one per lane."""
     pinned: tuple[int, ...] = ()
     """Stages whose micro-batches cannot be routed."""
     dead: tuple[Cell, ...] = ()
-    """Cells that take no work, round which all routes lead."""
+    """Cells that take no work; all routes avoid them."""
     avoids_slow: bool = True
-    """True: routes lead round slow cells, too."""
+    """Whether routes also avoid slow cells."""
 
 
 class Begin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
-    """To the planner process, first: who it decides for. The options are AdaptraConfig's."""
+    """First message to the planner process: the ranks it decides for, and AdaptraConfig's options."""
 
     secret: str
     """Hexadecimal."""
     place: str
-    """Place of the decisions in the job's store."""
+    """Prefix of the decisions' keys in the job's store."""
     reporters: tuple[int, ...]
-    """The ranks that are decided for, the leading one among them, which is the first."""
+    """The ranks that it decides for; the first is the leader."""
     layout: Layout
     measures_memory: bool
     policy: str
@@ -81,32 +81,32 @@ class Begin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
     paths: PathPolicy | None
     log_level: int
     waits_s: float = 15.0
-    """Between two words of a planner process that waits for reports."""
+    """Seconds between two `Waits` of a planner process that waits for reports."""
     routes: RoutePolicy | None = None
     running: Decision = Decision(0)
-    """Decision in force, with the order of its plan if that was planned."""
+    """The current decision, including the order of its plan if that was planned."""
 
 
 class Measured(TaggedMessage, tag="measured", frozen=True, kw_only=True):
-    """To the planner process: iterations to decide on, with what the leading rank itself measured in them."""
+    """Message to the planner process: iterations to decide on. The leader's own reports follow as raw bytes."""
 
     iterations: tuple[int, ...]
     nbytes: tuple[int, ...]
-    """Size of each iteration's report, in the bytes that go along."""
+    """Bytes of each iteration's report."""
     number: int
-    """Number of the plan that runs."""
+    """Number of the current plan."""
     asked: TelemetrySection = TelemetrySection()
-    """What users ask for, new since the message before."""
+    """Users' requests since the message before."""
 
 
 class Published(TaggedMessage, tag="published", frozen=True, kw_only=True):
-    """To the planner process: a decision to pass on to all ranks that follow, which goes along."""
+    """Message to the planner process: a decision, which follows as raw bytes, to send to the other ranks."""
 
     iteration: int
 
 
 class Waits(TaggedMessage, tag="waits", frozen=True, kw_only=True):
-    """From the planner process, while it waits for reports, every `Begin.waits_s`: it is alive."""
+    """Message of the planner process every `Begin.waits_s` while it waits for reports: it is alive."""
 
     iteration: int
     missing: tuple[int, ...]
@@ -114,19 +114,19 @@ class Waits(TaggedMessage, tag="waits", frozen=True, kw_only=True):
 
 
 class Decided(TaggedMessage, tag="decided", frozen=True, kw_only=True):
-    """From the planner process: what follows from one or several iterations, once all ranks have reported them."""
+    """Message of the planner process: the decision made from iterations that all ranks have reported."""
 
     until: int
-    """The latest of them."""
+    """The latest of these iterations."""
     decision: Decision | None
-    """None where none could be made."""
+    """None if none could be made."""
     failure: str
     """Why not."""
     lines: tuple[Line, ...]
     events: tuple[str, ...]
-    """Lines of an event log; their stamps are not used."""
+    """Events, encoded as in an event log; their stamps are not used."""
     costs: str | None
-    """The latest estimate, as the JSON text of `costs_to_json`."""
+    """The latest costs, as JSON of `costs_to_json`."""
 
 
 Message = Begin | Measured | Published | Waits | Decided
@@ -134,20 +134,22 @@ _MESSAGES: SidecarMessages[Message] = SidecarMessages(Message)
 receive, receive_async = _MESSAGES.receive, _MESSAGES.receive_async
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
-"""From one end of a planner process to the start of the next: twice as long each time, until one has decided."""
+"""Seconds from the end of a planner process to the start of the next: the first pause and the longest. Each is twice
+the one before, until a process has decided."""
 PATIENCE_S = 60.0
-"""Silence after which one is killed: decisions take less than a second, and starting on a busy machine longer."""
+"""Seconds of silence after which a process is killed. Decisions take less than a second, a start on a busy machine
+longer."""
 LATE_S = 30.0
-"""How long a rank may be behind this one with its report before what runs is kept."""
+"""Longest wait for the report of another rank; then the current plan stays."""
 _MOST_NAMED = 8
-"""Ranks in a line of the log."""
+"""Most ranks named in a line of the log."""
 
 
 class NoDecisionError(RuntimeError):
-    """The planner process has made no decision; says why, and what becomes of it, unless this is as it should be."""
+    """The planner process has made no decision. Says why and what happens next; empty if that is normal."""
 
     def __init__(self, message: str, until: int | None) -> None:
-        """`until`: the latest iteration that all ranks have reported; None where none is known to be."""
+        """Set up. `until`: the latest iteration that all ranks have reported; None if unknown."""
         super().__init__(message)
         self.until = until
 
@@ -156,13 +158,13 @@ class EventSink(Protocol):
     """Recipient of events."""
 
     def log(self, event: Event) -> None:
-        """Something happened, in the iteration that runs."""
+        """Record an event of the current iteration."""
 
 
 class PlannerClient:
-    """The planner process as the leading rank has it; for one thread, which must live as long as the process.
+    """The leader's handle of the planner process. For one thread, which must live as long as the process.
 
-    `close` and `pass_on` may be called from any thread.
+    `close` and `pass_on` are thread-safe.
     """
 
     def __init__(
@@ -176,61 +178,61 @@ class PlannerClient:
         word: str = "",
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`listener`: bound to where ranks that follow connect, whichever process there is; belongs to the keeper from
-        now on. `number`: of the plan that runs. `requests`: of users, new since the last call.
-        `word`: before each line of the log that comes from there."""
+        """Set up. `listener`: bound to the address that the other ranks connect to; all planner processes of this
+        leader use it, and this owns it from now on. `number`: returns the number of the current plan. `requests`:
+        returns users' requests since the last call. `word`: prefix of the process's log lines."""
         self._begin, self._telemetry, self._word, self._patience_s = begin, telemetry, word, patience_s
         listener.listen(len(begin.reporters))  # all of them connect at once
         self._listener, self._latest = listener, begin.running
         self._order, self._routing = self._latest.order, self._latest.routing
-        """The latest ones that were new."""
+        """The latest order and the latest routes that a decision contained."""
         self._number, self._requests = number, requests
         self._wanted_policy = ""
-        """Until it has been decided on."""
+        """Policy asked for by a user, until it has been decided on."""
         self._process: Sidecar | None = None
         self._backoff, self._restart_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
         self._closed = threading.Event()
         self._sending = threading.Lock()
-        """Held while a whole message is sent, and until a new process has got its first one."""
+        """Held while a message is sent, and while a new process gets its first one."""
         self._costs: str | None = None
 
     @property
     def costs(self) -> dict[str, Any] | None:
-        """The latest estimate, as `costs_to_json` has it; None while there is none."""
+        """The latest costs, as in `costs_to_json`; None if there are none."""
         return None if self._costs is None else json.loads(self._costs)
 
     @property
     def process_id(self) -> int | None:
-        """Id of the running process."""
+        """Id of the running process; None if there is none."""
         process = self._process
         return None if process is None else process.process.pid
 
     @property
     def number(self) -> int:
-        """Number of the latest plan that was decided on."""
+        """Number of the latest decided plan."""
         return self._latest.number
 
     def pin(self, stages: Sequence[int]) -> None:
-        """Micro-batches of these stages cannot be routed. To be called before the first decision."""
+        """Declare that micro-batches of these stages cannot be routed. Call before the first decision."""
         if self._begin.routes is not None:
             self._begin = structs.replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
 
     def run(self, routing: RoutingSection) -> None:
-        """These routes run before anything is decided. To be called before the first decision."""
+        """Set the routes that run before the first decision. Call before that."""
         self._routing = routing
 
     @property
     def address(self) -> Address:
-        """Address to which ranks that follow connect."""
+        """Address that the other ranks connect to."""
         host, port = self._listener.getsockname()[:2]
         return Address(str(host), int(port))
 
     def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
-        """Return what to run next, and the latest iteration that it follows from. `own`: iterations with this rank's
-        reports, new since the last call; they are decided on once all ranks have reported them.
+        """Return the latest iteration that all ranks have reported, and the decision made from it. `own`: this rank's
+        reports since the last call, with their iterations.
 
-        Raises NoDecisionError: after `LATE_S` if reports of other ranks are missing, which a later call goes on to
-        wait for; and where the process has ended: the next call starts another, which is to be given what comes next.
+        Raises NoDecisionError if reports of other ranks are missing after `LATE_S` (a later call continues to wait),
+        or if the process has ended (the next call starts another, which only gets the reports of that call).
         """
         try:
             channel = self._running().channel
@@ -256,7 +258,7 @@ class PlannerClient:
         return decided.until, decision
 
     def pass_on(self, iteration: int, decision: bytes) -> None:
-        """Send ranks that follow what is decided, so that they need not look into the job's store."""
+        """Send a decision to the other ranks, so that they need not poll the job's store."""
         with self._sending:
             if (process := self._process) is not None:
                 with contextlib.suppress(OSError, ChannelEndedError):  # the next call of `decide` tells
@@ -288,14 +290,14 @@ class PlannerClient:
                 )
 
     def close(self) -> None:
-        """End the process. Safe to call twice."""
+        """End the process. May be called twice."""
         self._closed.set()
         if (process := self._process) is not None:
             process.close()
         self._listener.close()
 
     def _running(self) -> Sidecar:
-        """Raises OSError, and ChannelEndedError if it is to end."""
+        """Return the running process; start one if need be. Raises OSError, or ChannelEndedError once closed."""
         if self._process is None:
             self._closed.wait(max(0.0, self._restart_s - time.monotonic()))
             if self._closed.is_set():
@@ -321,6 +323,6 @@ class PlannerClient:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ranks in a line of the log."""
+    """Return ranks as text for the log, the first `_MOST_NAMED` of them."""
     rest = len(ranks) - _MOST_NAMED
     return ", ".join(map(str, ranks[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")

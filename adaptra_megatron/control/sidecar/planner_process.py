@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the planner process: take in what all ranks report, decide, and end with the leading rank."""
+"""Run the planner process: collect the reports of all ranks and decide, until the leader ends."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from adaptra_megatron.telemetry.action_records import Iterations
 
 
 class PlannerNotes(Notes):
-    """Log lines and events along with a decision; the leader's telemetry, too."""
+    """Log lines and events to send with a decision. Serves as the deciders' telemetry."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wanted: tuple[Iterations, ...] = ()
 
     def requests(self) -> tuple[Iterations, ...]:
-        """See RunTelemetry."""
+        """Return the iterations that every rank is asked to trace, new since the last call."""
         wanted, self.wanted = self.wanted, ()
         return wanted
 
 
 FIRST_REPORTS_S = 60.0
-"""How long ranks may take to connect without a word of it: short iterations are over before all have."""
+"""Seconds in which ranks may connect before missing reports are logged: short iterations are over earlier."""
 
 
 class Planner:
     """Decides for one replica."""
 
     def __init__(self, begin: Begin, notes: PlannerNotes) -> None:
-        """Raises what a given plan or costs are refused with."""
+        """Set up. Raises an error if a given plan or costs are invalid."""
         config = AdaptraConfig(
             policy=begin.policy,
             max_in_flight=begin.max_in_flight,
@@ -62,10 +62,10 @@ class Planner:
         self._leader = DecisionEngine(self._book, notes, begin.paths, begin.running, begin.routes)
         self._notes, self._policy = notes, ""
         self._patient_until_s = time.monotonic() + FIRST_REPORTS_S
-        """Until then reports may be missing without a word: ranks connect once they have something to report."""
+        """Missing reports are not logged until then: ranks connect once they have something to report."""
 
     def answer(self, over: Sequence[Reported]) -> Decided:
-        """What was reported is joined, judged and decided on; a failure is said, and the next one may do."""
+        """Decide from the reported iterations. A failure is part of the answer, and the next call may succeed."""
         decision, failure = None, ""
         whole = [reported for reported in over if not reported.lost]
         try:
@@ -91,7 +91,7 @@ class Planner:
         )
 
     def runs(self, number: int, asked: TelemetrySection) -> None:
-        """Plan `number` runs, and `asked` is new."""
+        """Take in the number of the current plan, and users' new requests."""
         self._book.number = number
         self._notes.wanted += asked.requests
         self._policy = asked.policy  # said again until a decision carries it
@@ -106,18 +106,18 @@ def _missing(reported: Reported) -> str:
 
 
 class PlannerProcess:
-    """Work of the planner process, as tasks of one event loop."""
+    """Tasks of the planner process, in one event loop."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket, begin: Begin, planner: Planner) -> None:
         self._channel, self._planner, self._gathering = channel, planner, Gathering(begin.reporters)
         self._leader, self._waits_s = min(begin.reporters), begin.waits_s
         self._over = asyncio.Event()
-        """Set where an iteration can be decided on."""
+        """Set when an iteration can be decided on."""
         self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, begin.reporters, self._add)
         self._server.listen(listener)
 
     async def work(self) -> None:
-        """Until the channel ends: raises ChannelEndedError."""
+        """Serve until the channel ends. Raises ChannelEndedError then."""
         await asyncio.gather(self._listen(), self._decide())
 
     def _add(self, rank: int, iteration: int, report: bytes) -> None:
@@ -139,7 +139,7 @@ class PlannerProcess:
                 at += nbytes
 
     async def _decide(self) -> None:
-        """A decision on all that is over, as soon as anything is; meanwhile, now and then, who is waited for."""
+        """Decide as soon as an iteration can be decided on; until then, send `Waits` every `_waits_s`."""
         loop, gathering = asyncio.get_running_loop(), self._gathering
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -162,5 +162,5 @@ async def _work(channel: socket.socket, listener: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """The process, with the descriptor of its channel and its parent's process id as arguments."""
+    """Run the process. `arguments`: descriptor of its channel, and process id of its parent."""
     serve(arguments, _work)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connect ranks to a sidecar process of another rank: reports of an iteration go there, and decisions come back.
+"""Connect ranks to a sidecar process of another rank: they send reports, and receive decisions.
 
-Decisions are in the job's store as well: a rank that this does not reach looks there.
+Decisions are in the job's store as well, for ranks without a connection.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from adaptra_megatron.control.decisions import MAX_DECISION_NBYTES
 from adaptra_megatron.control.measurements import MAX_REPORT_NBYTES, StageMeasurement, measurement_of
 
 HEAD = struct.Struct("<QI")
-"""In front of a rank's report to the planner process, and of a decision that it passes on: iteration, and bytes."""
+"""Header of a report to the planner process, or of a decision from it: iteration, bytes."""
 
 PLANNER_KEY = "planner"
-"""In the job's store: the address to which ranks that follow connect."""
+"""Key in the job's store: the address that the other ranks connect to."""
 
 MOST_AWAITED = 8
-"""Iterations kept open for reports that have not come: ranks of a replica are at most two apart."""
+"""Most iterations kept open for missing reports: ranks of a replica are at most two iterations apart."""
 
 
 class Address(NamedTuple):
@@ -53,33 +53,32 @@ class Address(NamedTuple):
 
 
 address_of: Decoder[Address] = Decoder(Address, 1 << 10)
-"""An address as it is in the store."""
+"""Decode an address. Raises ValueError if it is malformed."""
 Round = Sequence[StageMeasurement]
-"""What all ranks measured in one iteration, by pipeline and stage."""
+"""Measurements of all ranks in one iteration, by pipeline and stage."""
 
 
 def framed(iteration: int, body: bytes) -> bytes:
-    """A report, or a decision, as it travels."""
+    """Return the frame of a report or a decision."""
     return HEAD.pack(iteration, len(body)) + body
 
 
 class Reported(NamedTuple):
-    """Reports of an iteration that is over."""
+    """Reports of an iteration that is complete, or not waited for any longer."""
 
     iteration: int
     reports: Mapping[int, bytes]
-    """By rank: each a `StageMeasurement`, not looked at yet."""
+    """By rank: an encoded `StageMeasurement`."""
     lost: Sequence[int]
-    """Ranks whose reports do not come any more."""
+    """Ranks whose reports are missing for good."""
 
 
 class Gathering:
-    """Reports of all ranks that are planned for together, for the planner process.
+    """Reports of all ranks that one planner decides for.
 
-    An iteration is over once each rank has reported it, or a later one: ranks report in ascending order, so what is
-    missing then was lost, with a connection or with the planner process before this. It is over as well, without the
-    reports that are missing, once MOST_AWAITED later ones are awaited: a rank that never reports, because it cannot
-    connect, costs plans and not memory.
+    An iteration is over once each rank has reported it or a later one: ranks report in ascending order, so a missing
+    report was lost, with a connection or with an earlier planner process. An iteration is also over once MOST_AWAITED
+    later ones are awaited: a rank that cannot connect, and never reports, must not fill the memory.
     """
 
     def __init__(self, reporters: Collection[int]) -> None:
@@ -89,28 +88,28 @@ class Gathering:
         """The latest iteration that each rank has reported."""
         self._awaited: deque[int] = deque()
         self._behind: set[int] = set()
-        """Ranks whose reports of the first awaited iteration are missing."""
+        """Ranks that have not reported the first awaited iteration, or a later one."""
         self._over = -1
         """The latest iteration that has been taken."""
 
     @property
     def awaited(self) -> int | None:
-        """The earliest iteration that is to be decided on."""
+        """The earliest iteration without a decision; None if there is none."""
         return self._awaited[0] if self._awaited else None
 
     @property
     def missing(self) -> Sequence[int]:
-        """Ranks that have not reported it."""
+        """Ranks that have not reported that iteration."""
         return sorted(self._behind)
 
     def expect(self, iteration: int) -> None:
-        """`iteration`, the next one in ascending order, is to be decided on."""
+        """Add the next iteration to decide on. Call in ascending order."""
         self._awaited.append(iteration)
         if len(self._awaited) == 1:
             self._look_for_first()
 
     def add(self, rank: int, iteration: int, report: bytes) -> bool:
-        """Keep a report of one of the reporters; twice the same is once. Returns whether an iteration may be taken."""
+        """Keep a report. Repeated ones are ignored. Return whether an iteration is over."""
         if iteration > self._over:
             self._reports[iteration][rank] = report
         self._latest[rank] = max(iteration, self._latest[rank])
@@ -120,11 +119,11 @@ class Gathering:
 
     @property
     def over(self) -> bool:
-        """Return whether an iteration may be taken."""
+        """Whether an awaited iteration is over."""
         return bool(self._awaited) and (not self._behind or len(self._awaited) > MOST_AWAITED)
 
     def take(self) -> list[Reported]:
-        """Take all that are awaited and over."""
+        """Return all iterations that are over, and remove them."""
         taken = []
         while self.over:
             self._over = self._awaited.popleft()
@@ -142,53 +141,52 @@ class Gathering:
 
 
 def round_of(reported: Reported) -> Round:
-    """Raises ValueError for what is no measurement."""
+    """Decode the reports. Raises ValueError if one is malformed."""
     return sorted(map(measurement_of, reported.reports.values()), key=lambda one: (one.pipeline, one.stage))
 
 
 HANDSHAKE_S = 10.0
-"""Longest wait for the next word of a peer that has not proven itself."""
+"""Longest wait for the next message of a handshake."""
 _MOST_UNSENT_NBYTES = 1 << 20
-"""To a rank that does not read: more of it is not kept for it."""
+"""Most bytes queued for a rank that does not read; more are dropped."""
 
 
 def purpose_of(place: str, rank: int, leader: int) -> Purpose:
-    """Purpose of the connection of `rank`. `place`: in the job's store, where decisions are."""
+    """Return the purpose of the connection of `rank`. `place`: prefix of the decisions' keys in the job's store."""
     name = hashlib.sha256(f"adaptra: reports of {place}".encode()).digest()[:JOB_NBYTES]
     return Purpose(name, rank, leader, bytes(SESSION_NBYTES), 0, 1)
 
 
 class ReportServer:
-    """Takes reports in from ranks, which prove the job's secret, and passes decisions on to all of them that are
-    connected.
+    """Receives reports from ranks, which prove the job's secret, and sends decisions to all connected ranks.
 
-    A connection that is lost is the rank's to make again; of two, decisions go by the later one.
+    A rank reconnects if its connection is lost. If it has two, decisions take the later one.
     """
 
     def __init__(
         self, secret: bytes, place: str, reporters: Collection[int], reported: Callable[[int, int, bytes], object]
     ) -> None:
-        """`reporters`: the ranks that are decided for, the leading one among them, which is the first.
-        `reported(rank, iteration, report)` takes a report in."""
+        """Set up. `reporters`: the ranks that it decides for; the lowest is the leader. `reported(rank, iteration,
+        report)` takes in a report."""
         self._place, self._reporters, self._leader = place, frozenset(reporters), min(reporters)
         self._reported = reported
-        # After the leading rank's first word in the job's store, all ranks connect at once.
+        # Once the leader has published its address, all ranks connect at once.
         self._acceptor = Acceptor(secret, HANDSHAKE_S, self._serve, max(MOST_UNPROVEN, len(reporters)))
         self._writers: dict[int, asyncio.StreamWriter] = {}
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept on a listening socket from now on."""
+        """Accept connections on a listening socket from now on."""
         self._acceptor.listen(listener)
 
     def pass_on(self, iteration: int, decision: bytes) -> None:
-        """Send a decision to all ranks that are connected; never waits."""
+        """Send a decision to all connected ranks; never waits."""
         frame = framed(iteration, decision)
         for writer in self._writers.values():
             if writer.transport.get_write_buffer_size() < _MOST_UNSENT_NBYTES:
                 writer.write(frame)
 
     async def _serve(self, purpose: Purpose, connection: socket.socket) -> None:
-        """Take reports in until the connection ends. Raises HandshakeError for one that is meant for something else."""
+        """Receive reports until the connection ends. Raises HandshakeError if it has another purpose."""
         rank = purpose.source
         if rank not in self._reporters or purpose != purpose_of(self._place, rank, self._leader):
             raise HandshakeError(HandshakeRefusal.MISDIRECTED, "this takes in reports of other ranks")
@@ -211,23 +209,24 @@ class ReportServer:
 logger = logger_of(__name__)
 
 CONNECT_S = 10.0
-"""Longest wait for a TCP connection: the leading rank listens before it tells its address."""
+"""Longest wait for a TCP connection: the leader listens before it publishes its address."""
 CLIENT_HANDSHAKE_S = 60.0
-"""Longest wait for the handshake: one planner process may have to take over from another, on a busy machine."""
+"""Longest wait for the handshake: on a busy machine, a new planner process may have to start first."""
 _PAUSE_S = (0.5, 1.5)
-"""From one attempt to connect to the next: not all ranks at the same moments. Twice as long after each failure."""
+"""Seconds between two attempts to connect, at random so that ranks do not all connect at once. Doubled after each
+failure."""
 _MOST_DOUBLED = 32.0
-"""Times the first pause."""
+"""Most times that the pause is doubled to, in first pauses."""
 _SEND_S = 1.0
-"""How long a report may take to get into the kernel's buffer, which holds dozens."""
+"""Longest wait for a report to enter the kernel's buffer, which holds dozens."""
 _PART_NBYTES = 1 << 16
 
 
 class ReportLink:
-    """Connection for one thread, which it never holds up for long: connections are made in threads of their own.
+    """A rank's connection to a sidecar process. For one thread, which never waits long: other threads connect.
 
-    The latest reports are sent again over each new connection: another process may not have seen them. Where no
-    connection can be made, one line of the log says so, and what is reported is lost.
+    The latest reports are sent again over each new connection, since a new process has not seen them. If no connection
+    can be made, the log says so once, and reports are lost.
     """
 
     def __init__(
@@ -240,31 +239,31 @@ class ReportLink:
         process: str = "planner process",
         effect: str = "Its replica keeps the plan that runs until there is one",
     ) -> None:
-        """`kept`: how many reports are sent again. `wake`: has the thread call `keep`, from any thread. `process`,
-        `effect`: where this leads, and what comes of it while there is no connection, in words."""
+        """Set up. `kept`: number of reports that are sent again. `wake`: makes the thread call `keep`; called in any
+        thread. `process`, `effect`: the peer, and the effect of a missing connection, as text for the log."""
         self._secret, self._purpose, self._wake = secret, purpose, wake
         self._process, self._effect = process, effect
         self._recent: deque[bytes] = deque(maxlen=kept)
         self._connection: socket.socket | None = None
         self._made: socket.socket | None = None
-        """A connection that has been made, and is not in use yet."""
+        """A new connection that is not in use yet."""
         self._making = False
         self._again_s, self._backoff = 0.0, Backoff(1.0, _MOST_DOUBLED)
-        """When to try again, and how many attempts in a row have failed."""
+        """Time of the next attempt, and the number of consecutive failures."""
         self._failure = ""
-        """What the latest failed attempt says: where it led, and why it failed."""
+        """Address and error of the latest failed attempt."""
         self._failure_logged = False
-        """Set from the line in the log to the next connection."""
+        """Whether the log has said so since the last connection."""
         self._received = bytearray()
         self._closed = False
 
     @property
     def connection(self) -> socket.socket | None:
-        """The socket whose being readable calls for `receive`; None while there is none."""
+        """The socket; call `receive` when it is readable. None if there is no connection."""
         return self._connection
 
     def keep(self, address: Address) -> float | None:
-        """See to it that there is a connection. Returns seconds until the next call; None: no need."""
+        """Connect if need be. Return the seconds until the next call; None if no call is needed."""
         if self._connection is not None or self._making:
             return None
         if self._made is not None:
@@ -281,11 +280,11 @@ class ReportLink:
         return None
 
     def report(self, iteration: int, report: bytes) -> None:
-        """Send a report, now or with the next connection."""
+        """Send a report, now or over the next connection."""
         frame = framed(iteration, report)
         self._recent.append(frame)
         self._send(frame)
-        # Not when an attempt fails: at the end of a job, the leading rank may go first.
+        # Not at the first failure: at the end of a job, the leader may end first.
         if self._backoff.failures > 1 and not self._failure_logged:
             self._failure_logged = True
             logger.warning(
@@ -295,7 +294,7 @@ class ReportLink:
             )
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return what has come: iterations and their decisions. To be called when the connection is readable."""
+        """Return the received decisions with their iterations. Call when the connection is readable."""
         assert self._connection is not None, "nothing can be readable"
         try:
             part = self._connection.recv(_PART_NBYTES)
@@ -317,7 +316,7 @@ class ReportLink:
         return found
 
     def close(self) -> None:
-        """End the connection. A thread that is making one ends within CONNECT_S and CLIENT_HANDSHAKE_S."""
+        """End the connection. A thread that is connecting ends within CONNECT_S + CLIENT_HANDSHAKE_S."""
         self._closed = True
         self._lose()
         if self._made is not None:

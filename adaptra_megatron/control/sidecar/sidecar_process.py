@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start and end a sidecar process, exchange typed messages with it, and pass its log lines and events to its rank.
 
-Exchange typed messages between a rank and its sidecar process, over a unix socket that no other process holds.
-Each is a message, and bytes that go along, which are not looked at. The end of the
-channel is the end of the other process. No torch here: sidecar processes import this.
+The channel is a unix socket between the two processes. Each frame is a message and raw bytes (`along`). If the channel
+ends, the other process has ended. This module must not import torch, since sidecar processes import it.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from adaptra_megatron.transport._ring import die_with_parent
 _MOST_NBYTES = 1 << 26
 _MOST_ALONG_NBYTES = 1 << 30
 _HEAD = struct.Struct("<II")
-"""Bytes of the message, and of what goes along."""
+"""Bytes of the message, and of the raw bytes after it."""
 
 
 class ChannelEndedError(ConnectionError):
-    """The other process is gone, or says what cannot be."""
+    """The other process has ended, or sent something invalid."""
 
 
 class ChannelClosedError(ChannelEndedError):
@@ -45,13 +44,14 @@ Said = TypeVar("Said", bound=TaggedMessage)
 
 
 def packed(message: TaggedMessage, along: Sequence[bytes] = ()) -> bytes:
-    """A message as it travels, with the bytes that go along."""
+    """Return the frame of a message. `along`: raw bytes to append."""
     body = encoded(message)
     return b"".join((_HEAD.pack(len(body), sum(map(len, along))), body, *along))
 
 
 def send(channel: socket.socket, message: TaggedMessage, along: Sequence[bytes] = ()) -> None:
-    """Raises ChannelEndedError if the other process is gone, or does not take it within the channel's timeout."""
+    """Send a message and raw bytes. Raises ChannelEndedError if the other process has ended, or does not read them
+    within the channel's timeout."""
     try:
         channel.sendall(packed(message, along))
     except OSError as cause:
@@ -59,15 +59,15 @@ def send(channel: socket.socket, message: TaggedMessage, along: Sequence[bytes] 
 
 
 class SidecarMessages(Generic[Said]):
-    """All kinds of messages of one channel, for the side that takes them in."""
+    """Decoder of all messages of one channel in one direction."""
 
     def __init__(self, kinds: Any) -> None:
-        """`kinds`: a union, or one kind."""
+        """Set up. `kinds`: the type of the messages, or a union of types."""
         self._decode: Decoder[Said] = Decoder(kinds, _MOST_NBYTES)
 
     def receive(self, channel: socket.socket) -> Said:
-        """The next message, without what goes along. Raises ChannelEndedError, also when none comes within the
-        timeout."""
+        """Return the next message, on a blocking channel that carries no raw bytes. Raises ChannelEndedError, also if
+        none comes within the timeout."""
         try:
             body_nbytes, _none = _sizes(_exactly(channel, _HEAD.size))
             return self._message(_exactly(channel, body_nbytes))
@@ -79,7 +79,7 @@ class SidecarMessages(Generic[Said]):
             raise ChannelEndedError(str(cause)) from cause
 
     async def receive_async(self, channel: socket.socket) -> tuple[Said, bytes]:
-        """The next message on a channel that does not block, and what goes along. Raises ChannelEndedError."""
+        """Return the next message and its raw bytes, on a channel that does not block. Raises ChannelEndedError."""
         try:
             body_nbytes, along_nbytes = _sizes(await receive_exactly(channel, _HEAD.size))
             body = await receive_exactly(channel, body_nbytes)
@@ -98,7 +98,7 @@ class Sidecar(ChildProcess):
     """A sidecar process that serves a listener of its rank, and the channel of messages to it."""
 
     def __init__(self, module: str, listener: socket.socket, begin: TaggedMessage, timeout_s: float) -> None:
-        """Starts it, as ChildProcess says, with `begin` as its first message. `timeout_s`: of the channel."""
+        """Start the process (see ChildProcess). `begin`: its first message. `timeout_s`: of the channel."""
         super().__init__(module, socket.SOCK_STREAM)
         self.channel.settimeout(timeout_s)
         with contextlib.suppress(OSError):  # it has ended: seen where the channel is used next
@@ -106,7 +106,7 @@ class Sidecar(ChildProcess):
             send(self.channel, begin)
 
     def close(self) -> str:
-        """End it. Returns how it ended."""
+        """End the process. Return how it ended."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self.channel.shutdown(socket.SHUT_RDWR)
         return self.end(0.5)
@@ -132,12 +132,12 @@ def _exactly(channel: socket.socket, nbytes: int) -> bytes:
 
 _NO_STAMP = Stamp(run="", rank=0, sequence=0, iteration=0, wall_s=0.0, monotonic_s=0.0)
 _OTHER_FILES = 32
-"""Descriptors of the process itself, and of connections that have not proven themselves."""
+"""Descriptors besides those of its ranks: its own files, and connections before their handshake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Line to log."""
+    """A line for the log."""
 
     module: str
     level: int
@@ -145,7 +145,7 @@ class Line:
 
 
 class Notes(logging.Handler):
-    """Lines of the log and events that have not been handed to the rank yet."""
+    """Log lines and events that have not been sent to the rank yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,18 +158,19 @@ class Notes(logging.Handler):
         self._lines.append(Line(module=record.name, level=record.levelno, text=text))
 
     def log(self, event: Event) -> None:
-        """See RunTelemetry."""
+        """Record an event."""
         self._events.append(encode(StampedEvent(stamp=_NO_STAMP, event=event)))
 
     def take_all(self) -> tuple[tuple[Line, ...], tuple[str, ...]]:
-        """All lines, and all events as lines of an event log whose stamps are not used; they are handed out once."""
+        """Return all kept lines and events, and drop them. Events are encoded as in an event log; their stamps are not
+        used."""
         lines, events = tuple(self._lines), tuple(self._events)
         self._lines.clear()
         self._events.clear()
         return lines, events
 
     def collect(self, level: int) -> None:
-        """Take in all that the package's loggers have to say from now on, from `level` on."""
+        """Take in all lines of the package's loggers from now on, at `level` or above."""
         logger = logging.getLogger("adaptra_megatron")
         logger.setLevel(level)
         logger.addHandler(self)
@@ -177,7 +178,7 @@ class Notes(logging.Handler):
 
 
 def log_lines(lines: tuple[Line, ...], word: str = "") -> None:
-    """Log lines of a sidecar process of this rank. `word`: before each."""
+    """Log lines of a sidecar process of this rank. `word`: prefix of each."""
     for line in lines:
         logger_of(line.module).log(line.level, "%s%s", word, line.text)
 
@@ -189,8 +190,8 @@ def log_events(events: tuple[str, ...], log: Callable[[Event], None]) -> None:
 
 
 def allow_connections(count: int, what: str) -> None:
-    """Raise this process's limit of open files as far as it goes; warn where `count` connections exceed it. `what`:
-    the process, in words."""
+    """Raise this process's limit of open files to the maximum; warn if `count` connections exceed it. `what`: the
+    process, as text."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if most < count + _OTHER_FILES:
@@ -201,10 +202,10 @@ def allow_connections(count: int, what: str) -> None:
 
 
 def serve(arguments: list[str], work: Callable[[socket.socket, socket.socket], Awaitable[None]]) -> None:
-    """Run a sidecar process until its channel ends; it ends with the rank.
+    """Run a sidecar process until its channel ends, with its rank.
 
-    `arguments`: the descriptor of its channel, and the rank's process id. `work(channel, listener)`: the channel does
-    not block; the listener is the rank's, which was sent first.
+    `arguments`: descriptor of its channel, and the rank's process id. `work(channel, listener)`: called with the
+    non-blocking channel and the rank's listener, which the rank sends first.
     """
     descriptor, parent = map(int, arguments)
     die_with_parent(parent)

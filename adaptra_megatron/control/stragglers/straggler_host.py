@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read figures of this rank's host: CPUs, network, memory, GPUs. Two looks at its counters make one set of figures.
+"""Read figures of this rank's host: CPUs, network, memory, GPUs. Each set is the difference of two reads of its
+counters.
 
-Needs psutil, and nvidia-ml-py where there are GPUs (`pip install 'adaptra-megatron[monitor]'`); what is not installed
-or cannot be read is None in the figures.
+Needs psutil and, for GPUs, nvidia-ml-py (`pip install 'adaptra-megatron[monitor]'`). Figures that cannot be read are
+None.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from adaptra_megatron.control.detector.straggler_arrivals import HostFigures
 logger = logger_of(__name__)
 
 
-# What a rank does of a straggler's cause on its own host: its helpers make room for its training threads.
-# STAR's proactive part takes resources from what can spare them; here those are the processes that a rank has started:
-# delegates, data-loader workers, the planner process. Other processes are left alone.
+# If a host's CPUs make its rank late, the rank's helpers give up CPUs to its training threads. STAR's proactive part
+# takes resources from any process that can spare them; here, only from processes that the rank has started: delegates,
+# data-loader workers, the planner process.
 
 NICENESS = 10
-"""That of helpers while their rank is late: about a tenth of the weight of a training thread."""
+"""Niceness of helpers while their rank is late: they get about a tenth of a training thread's weight."""
 HELPERS_PART = 4
-"""One CPU in so many is for helpers."""
+"""One of this many CPUs is for helpers."""
 _CAP_SYS_NICE = 23
 _PROCESSOR, _USER_TICKS, _SYSTEM_TICKS = 36, 11, 12
-"""Fields of /proc/PID/stat, counted behind the name."""
+"""Fields of /proc/PID/stat, counted after the name."""
 
 
 class _Before(NamedTuple):
-    """What a thread of a helper had."""
+    """CPUs and niceness of a helper's thread before it was pinned."""
 
     helper: Any
     cpus: set[int]
@@ -44,20 +45,23 @@ class _Before(NamedTuple):
 
 
 class HostPolicy:
-    """One rank's, for one thread. Under `observe` nothing is changed, and the log says what would be."""
+    """Pins helpers of one rank while it is late. Not thread-safe. In mode `observe` it only logs what it would do."""
 
     def __init__(self, mode: str, rank: int) -> None:
-        """`mode`: see --adaptra-host-policy."""
+        """Set up. `mode`: see --adaptra-host-policy."""
         self._pins, self._rank = mode == "pin", rank
         self._before: dict[int, _Before] = {}
-        """By thread."""
+        """By thread id."""
         self._on = False
         self._refused = False
         self._cpus: set[int] = set()
 
     def follow(self, cause: str) -> None:
-        """`cause`: what the host's CPUs do to this rank, which is late, in words; "": nothing, or nothing any more.
-        To be called again and again: helpers that were started meanwhile are seen to as well."""
+        """Pin the helpers, or release them. `cause`: why the host's CPUs make this rank late, as text; "" if they do
+        not.
+
+        Call repeatedly: helpers that have started since are pinned, too.
+        """
         if not cause:
             if self._on:
                 what = "its helpers have their CPUs and priority back" if self._pins else "its helpers would be freed"
@@ -74,7 +78,7 @@ class HostPolicy:
                     self._pin(helper, thread)
 
     def undo(self) -> None:
-        """Give helpers back what they had; does nothing where they have it."""
+        """Restore CPUs and priority of all helpers that are pinned."""
         for thread, before in self._before.items():
             # That number may be another process's by now.
             if before.helper.is_running() and thread in _threads(before.helper.pid):
@@ -117,7 +121,8 @@ class HostPolicy:
         self._before[thread] = _Before(helper, cpus, niceness)
 
     def _helpers_cpus(self) -> set[int]:
-        """CPUs that helpers get: those on which this process's threads have done least; none of a single one."""
+        """Return the CPUs for helpers: those on which this process's threads have run least; none if there is only one
+        CPU."""
         allowed = os.sched_getaffinity(0)
         if len(allowed) < 2:
             return set()
@@ -134,7 +139,7 @@ _NO_PRIORITY = " (it could not be raised again: that needs CAP_SYS_NICE, or ulim
 
 
 def _helpers() -> Iterator[Any]:
-    """All processes that this one has started, and those that they have."""
+    """Yield all processes that this one has started, and their descendants."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -149,7 +154,7 @@ def _threads(pid: int) -> list[int]:
 
 
 def _can_raise_priority() -> bool:
-    """Return whether a priority that this process has lowered can be raised again: only then it is lowered."""
+    """Return whether this process can raise a lowered priority again; if not, none is lowered."""
     if resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - os.getpriority(os.PRIO_PROCESS, 0):
         return True
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -159,10 +164,10 @@ def _can_raise_priority() -> bool:
 
 
 FAMILY_FOR = 4
-"""Looks for which the list of this job's processes on this host is kept: to make it, all of the host's are read."""
+"""Samples for which the list of this job's processes on the host is kept: to make it reads all processes."""
 _SERVICE_MANAGERS = ("systemd", "init")
 _NOT_SLOWED = 0x1 | 0x2 | 0x10 | 0x100
-"""Reasons of NVML for a lower clock that nothing is wrong with: idle, application clocks, sync boost, display."""
+"""NVML's reasons for a lower clock that are normal: idle, application clocks, sync boost, display."""
 _REASONS = {
     0x4: "its power limit",
     0x8: "the board's protection (hardware slowdown)",
@@ -173,7 +178,7 @@ _REASONS = {
 
 
 class HostSampler:
-    """One rank's. For one thread."""
+    """Samples the figures of one rank's host. Not thread-safe."""
 
     def __init__(
         self,
@@ -183,7 +188,7 @@ class HostSampler:
     ) -> None:
         self._system, self._process, self._clock = system, process, clock
         self.missing: list[str] = []
-        """Packages that are not installed."""
+        """Missing packages."""
         self._psutil = self._imported("psutil", "psutil")
         self._nvml = self._imported("pynvml", "nvidia-ml-py") if (process / "driver/nvidia").exists() else None
         if self._nvml is not None:
@@ -194,7 +199,7 @@ class HostSampler:
         self._at_s = 0.0
 
     def sample(self) -> HostFigures | None:
-        """Return what has been since the call before; None at the first."""
+        """Return the figures since the last call; None at the first."""
         before, before_s = self._counters, self._at_s
         self._at_s, self._counters = self._clock(), dict(self._read())
         elapsed_s = self._at_s - before_s
@@ -225,7 +230,7 @@ class HostSampler:
             return None
 
     def _read(self) -> Iterator[tuple[str, float]]:
-        """All counters."""
+        """Yield all counters by name."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             yield "throttled_us", _entry(self._system / "fs/cgroup/cpu.stat", "throttled_usec")
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -247,7 +252,7 @@ class HostSampler:
                     yield f"error {name}", nic.errin + nic.errout + nic.dropin + nic.dropout
 
     def _read_cpus(self, psutil: ModuleType) -> Iterator[tuple[str, float]]:
-        """Yield times of the CPUs that this process may use, in seconds."""
+        """Yield the seconds of the CPUs that this process may use, by name."""
         own = os.sched_getaffinity(0)
         times = [each for number, each in enumerate(psutil.cpu_times(percpu=True)) if number in own]
         for name in ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal"):
@@ -267,7 +272,8 @@ class HostSampler:
         return max(used, default=None)
 
     def _gpus(self) -> tuple[float | None, str]:
-        """Lowest clock of a GPU that this process sees, as a share of its highest; and one that is slowed down."""
+        """Return the lowest clock of a busy GPU as a share of its maximum (None if none), and a text on one that is
+        throttled."""
         nvml, clocks, slowed = self._nvml, [], ""
         if nvml is None:
             return None, ""
@@ -296,7 +302,7 @@ def _initialized(nvml: ModuleType) -> ModuleType | None:
 
 
 def _family(psutil: ModuleType) -> Iterator[Any]:
-    """This job's processes on this host: all that the process has started that started this one."""
+    """Yield this job's processes on this host: all that were started by the process that started this one."""
     own = psutil.Process()
     with contextlib.suppress(psutil.Error):
         parent = own.parent()
@@ -306,7 +312,7 @@ def _family(psutil: ModuleType) -> Iterator[Any]:
 
 
 def _shared(process: Any, cpus: set[int]) -> float:
-    """Share of the CPUs that a process may use which are in `cpus`."""
+    """Return the share of the CPUs that a process may use which are in `cpus`."""
     allowed = process.cpu_affinity()
     return len(cpus.intersection(allowed)) / len(allowed)
 
@@ -326,7 +332,7 @@ def _cpu_shares(grown: dict[str, float]) -> dict[str, float]:
 
 
 def _entry(file: Path, name: str) -> float:
-    """Value of the line of `file` that begins with `name`."""
+    """Return the number after `name` in `file`."""
     return float(file.read_text().partition(f"{name} ")[2].split()[0])
 
 

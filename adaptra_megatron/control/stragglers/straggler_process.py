@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the sidecar process of the job's lowest rank that takes in what all cells report and finds stragglers."""
+"""Run the job's straggler process, a sidecar of its lowest rank: it collects reports of all cells and finds
+stragglers."""
 
 from __future__ import annotations
 
@@ -33,35 +34,36 @@ from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, Stragg
 logger = logger_of(__name__)
 
 KEPT = 6
-"""Looks for which a cause counts after it has shown last: one that comes and goes is not said again and again."""
+"""Looks for which a cause counts after it was last seen, so that a varying one is not logged again and again."""
 _FIGURES_WITHIN = 4
-"""Looks within which a host's figures come, which are read only while a cell of its stage is late; see HostSampler."""
+"""Looks to wait for a host's figures: they are read only while a cell of its stage is late; see HostSampler."""
 _SEEN_EVERY_S, _SEEN_CELLS = 60.0, 256
-"""Between two events of how all cells arrive, for so many cells at most; of more cells they are as much rarer."""
+"""Seconds between two events with the arrivals of all cells, and the number of cells up to which that holds; with more
+cells, events are rarer in proportion."""
 
 
 class StragglerDetector:
-    """The job's. For one thread."""
+    """Finds stragglers of the whole job. Not thread-safe."""
 
     def __init__(self, names: Mapping[Cell, tuple[int, str]], log: Callable[[Event], None]) -> None:
-        """`names`: rank and host of all cells. `log`: takes findings."""
+        """Set up. `names`: rank and host of each cell. `log`: takes findings."""
         self._names, self._log = names, log
         self._replicas = 1 + max(cell.replica for cell in names)
         self._stages = 1 + max(cell.stage for cell in names)
         self._stragglers = Stragglers(self._replicas, self._stages)
         self._open: dict[int, dict[Cell, Row]] = defaultdict(dict)
         self._judged, self._count = -1, 0
-        """The latest iteration that was judged, and how many were since the last event of all arrivals."""
+        """The latest judged iteration, and the number of iterations since the last event with all arrivals."""
         self._causes: dict[int, dict[str, tuple[StragglerCause, int]]] = {}
-        """By late replica and kind: the cause, and the look in which it showed last."""
+        """By late replica and kind: the cause, and the look in which it was last seen."""
         self._unexplained: dict[int, tuple[int, Late]] = {}
-        """By late replica: the look in which it was found, and how late it was then, until that is logged."""
+        """By late replica that is not logged yet: the look in which it was found, and the finding."""
         self._looks = 0
         self._seen_s = float("-inf")
         self._said_missing = False
 
     def look(self, reports: Reports, now_s: float) -> StragglerVerdict:
-        """Take in what all cells report; `now_s`: seconds of any clock that runs on."""
+        """Take in the latest report of each cell. `now_s`: seconds of a monotonic clock."""
         self._looks += 1
         found: list[Late] = []
         over: list[int] = []
@@ -89,13 +91,13 @@ class StragglerDetector:
         return StragglerVerdict(late=tuple(cells), lags_s=tuple(map(tuple, lags_s)))
 
     def finish(self) -> None:
-        """Log what has not been logged yet: findings whose cause is still looked for, and how all cells arrive."""
+        """Log what is left: findings whose causes are not known yet, and the arrivals of all cells."""
         for _, late in list(self._unexplained.values()):
             self._log_finding(late, "healthy")
         self._log_arrivals()
 
     def _log_arrivals(self) -> None:
-        """Log how all cells have arrived in the latest iterations, if there are new ones."""
+        """Log the arrivals of all cells in the latest iterations, if there are new ones."""
         if self._count and self._stragglers.count:
             lags_s = [[round(lag_s, 6) for lag_s in lags_s] for lags_s in self._stragglers.lags_s()]
             last = self._stragglers.last()
@@ -113,7 +115,7 @@ class StragglerDetector:
         self._log(self._detection(replica, None, "late", "healthy"))
 
     def _explain_all(self, late: Mapping[int, Late], reports: Reports) -> None:
-        """Tell findings once their causes are known, or have been looked for long enough; and later causes."""
+        """Log findings once their causes are known or have been awaited long enough, and causes found later."""
         hosts = {cell: report.host for cell, report in reports.items() if report.host is not None}
         for replica, each in sorted(late.items()):
             new = self._explain(each, late, hosts)
@@ -129,7 +131,7 @@ class StragglerDetector:
                 self._say_missing(report)
 
     def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
-        """Iterations that all cells have reported by now, in ascending order."""
+        """Return the iterations that all cells have reported since the last call, in ascending order."""
         for cell, report in reports.items():
             for row in report.rows:
                 if row.iteration > self._judged:
@@ -144,7 +146,7 @@ class StragglerDetector:
         return found
 
     def _explain(self, late: Late, all_late: Mapping[int, Late], hosts: Mapping[Cell, HostFigures]) -> bool:
-        """Look for causes; returns whether there is one of a kind that was not there before."""
+        """Update the causes of a late replica. Return whether there is one of a new kind."""
         others = [
             figures for cell, figures in hosts.items() if cell.stage == late.stage and cell.replica not in all_late
         ]
@@ -201,7 +203,7 @@ class StragglerDetector:
 
 
 class JudgeProcess:
-    """Work of the straggler process, as tasks of one event loop."""
+    """Tasks of the straggler process, in one event loop."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket, begin: JudgeBegin, notes: Notes) -> None:
         self._channel, self._pace, self._notes = channel, begin.pace, notes
@@ -237,7 +239,7 @@ class JudgeProcess:
                 await asyncio.get_running_loop().sock_sendall(self._channel, packed(judged))
 
     def _iteration_s(self) -> float:
-        """Seconds of an iteration that has been reported lately; 0 before any has."""
+        """Return the seconds of a recently reported iteration; 0 before the first."""
         rows = next((report.rows for report in self._reports.values() if report.rows), ())
         return rows[-1].seconds if rows else 0.0
 
@@ -258,5 +260,5 @@ async def _work(channel: socket.socket, listener: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """The process, with the descriptor of its channel and its parent's process id as arguments."""
+    """Run the process. `arguments`: descriptor of its channel, and process id of its parent."""
     serve(arguments, _work)

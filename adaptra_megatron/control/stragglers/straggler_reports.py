@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what cells report of their arrivals, and the reply: how it travels, and where it is in the store."""
+"""Define the reports of cells on their arrivals, the verdict on them, and their keys in the store."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Ro
 from adaptra_megatron.control.sidecar.sidecar_process import Line, SidecarMessages
 
 MOST_ROWS = 512
-"""Iterations of one report, and iterations that the judge keeps open."""
+"""Most iterations of one report, and most incomplete iterations that are kept."""
 _MOST_NBYTES = 1 << 22
 
 PLACE = "stragglers"
-"""In the job's store."""
+"""Prefix of the keys in the job's store."""
 ADDRESS_KEY, LATE_KEY, LAGS_KEY = "judge", "late", "lags"
-"""Where the judge listens, empty once it has ended; the cells that are late; and lags of all cells."""
+"""Keys of the straggler process's address (empty once it has ended), of the late cells, and of all cells' lags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellReport:
-    """A report of one cell, by its first rank; a later one replaces it."""
+    """A report of one cell, sent by its first rank; it replaces the cell's report before."""
 
     rows: tuple[Row, ...] = ()
-    """The latest iterations: reports overlap, so that none is missed."""
+    """The latest iterations. Reports overlap, so that a lost one loses nothing."""
     host: HostFigures | None = None
     """Read only while a cell of the same stage is late."""
     missing: tuple[str, ...] = ()
-    """Packages that are not installed on its host, and would say more."""
+    """Packages that are missing on the cell's host, and would give more figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LateCell:
-    """A cell that its stage's others wait for."""
+    """A cell that the other cells of its stage wait for."""
 
     cell: Cell
     cpu: str = ""
-    """What its host's CPUs have to do with it, in words; "": nothing, as far as is known."""
+    """How its host's CPUs make it late, as text; "" if they do not, or it is unknown."""
     told: bool = True
-    """False while its causes are looked for."""
+    """Whether it has been logged; not while its causes are unknown."""
 
 
 Lags = tuple[tuple[float, ...], ...]
-"""By stage and replica, in seconds."""
+"""Lags in seconds, by stage and replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerVerdict:
-    """Present findings."""
+    """Present late cells, and lags of all cells."""
 
     late: tuple[LateCell, ...] = ()
     lags_s: Lags = ()
@@ -64,33 +64,34 @@ Reports = Mapping[Cell, CellReport]
 
 
 _ITERATIONS, _LONGEST_S = 4, 120.0
-"""Iterations from one look to the next, unless causes are looked for, and the longest pause for that."""
+"""Iterations between two looks once all late cells are logged, and the longest pause that this makes, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPace:
-    """Seconds between two looks: at first, and later, when they are half as long again each time."""
+    """Seconds between two looks: the first pause and the longest; each is 1.5 times the one before."""
 
     first_s: float
     most_s: float
 
     def backoff(self) -> Backoff:
-        """Pauses from the first on."""
+        """Return the pauses, from the first on."""
         return Backoff(self.first_s, self.most_s, 1.5)
 
     def pause_s(self, pause_s: float, iteration_s: float, late: Iterable[LateCell]) -> float:
-        """Return how long to wait instead of `pause_s` where iterations last `iteration_s` and these cells are late."""
+        """Return the pause to make, at least `pause_s`: longer if iterations (of `iteration_s`) are long and all late
+        cells are logged."""
         told = all(each.told for each in late)
         return max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s)) if told else pause_s
 
 
 class JudgeBegin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
-    """To the judge's process, first: the job."""
+    """First message to the straggler process: the job."""
 
     secret: str
     """Hexadecimal."""
     place: str
-    """Place of the reports in the job's store."""
+    """Prefix of the reports' keys in the job's store."""
     cells: tuple[tuple[Cell, int, str], ...]
     """All cells: the rank that reports for each, and its host."""
     pace: ReportPace
@@ -98,16 +99,16 @@ class JudgeBegin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
 
 
 class Finish(TaggedMessage, tag="finish", frozen=True, kw_only=True):
-    """To the judge's process: look once more, and end."""
+    """Message to the straggler process: judge once more, and end."""
 
 
 class StragglerServiceReply(TaggedMessage, tag="judged", frozen=True, kw_only=True):
-    """From the judge's process: what is found now, and what there is to be said."""
+    """Message of the straggler process: the present verdict, log lines and events."""
 
     verdict: StragglerVerdict
     lines: tuple[Line, ...]
     events: tuple[str, ...]
-    """Lines of an event log; their stamps are not used."""
+    """Events, encoded as in an event log; their stamps are not used."""
     last: bool = False
 
 

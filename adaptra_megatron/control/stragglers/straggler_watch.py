@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part in finding stragglers, in a thread of its own: what its cell reports, what the job's judge
-makes of all reports, and what this host does of that.
+"""Run one rank's thread for stragglers: report its cell's arrivals, and apply the job's verdict to this host.
 
-Replicas decide on plans apart, and jobs of one stage have no deciding rank, so the job has one judge: a sidecar
-process of its lowest rank, to which the first rank of each cell connects. What it finds is in the job's store, where
-ranks look that act on it. No collective, and nothing that the training waits for.
+Replicas decide on plans separately, and jobs of one stage have no leader. So there is one straggler process for the
+job, a sidecar of its lowest rank, and the first rank of each cell connects to it. Its verdict is in the job's store,
+which ranks poll that act on it. There is no collective, and the training waits for none of this.
 """
 
 from __future__ import annotations
@@ -51,14 +50,15 @@ from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
 if TYPE_CHECKING:
     from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler
 
-# The judge's process as the job's lowest rank has it.
+# The straggler process, seen from the job's lowest rank.
 
 _PATIENCE_S = 10.0
-"""For the rest of a message that has begun to come."""
+"""Longest wait for the rest of a message."""
 
 
 class StragglerServiceClient:
-    """For one thread, which must live as long as the process. Raises OSError if this host has no room for one."""
+    """The lowest rank's handle of the straggler process. For one thread, which must live as long as the process.
+    Raises OSError if the host cannot start one."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class StragglerServiceClient:
         listener: socket.socket,
         log: Callable[[Event], None],
     ) -> None:
-        """`place`: of the reports, as their seal has it. `listener`: bound to where cells connect; belongs to the
-        keeper from now on. `log`: takes findings."""
+        """Start the process. `place`: prefix of the reports' keys in the store. `listener`: bound to the address that
+        cells connect to, and owned by this from now on. `log`: takes findings."""
         cells = layout.cells
         begin = JudgeBegin(
             secret=control.secret.hex(),
@@ -88,9 +88,9 @@ class StragglerServiceClient:
             self._process = Sidecar(module, listener, begin, _PATIENCE_S)
 
     def latest(self) -> StragglerVerdict | None:
-        """Return what has been found since the last call, whose lines and events are logged; None if it has not looked.
+        """Return the latest verdict, and log what came with it; None if there is no new one.
 
-        Never waits for a look. Raises ChannelEndedError if the process has ended.
+        Never waits. Raises ChannelEndedError if the process has ended.
         """
         judged = None
         while self._readable(0.0):
@@ -98,8 +98,8 @@ class StragglerServiceClient:
         return None if judged is None else judged.verdict
 
     def finish(self, patience_s: float) -> None:
-        """Have the process judge once more and end; its findings until then are logged. Raises ChannelEndedError if it
-        has ended already."""
+        """Have the process judge once more and end; log its last findings. Waits at most `patience_s`. Raises
+        ChannelEndedError if it has ended already."""
         send(self._process.channel, Finish())
         until_s = time.monotonic() + patience_s
         while self._readable(max(0.0, until_s - time.monotonic())):
@@ -107,7 +107,7 @@ class StragglerServiceClient:
                 return
 
     def close(self) -> str:
-        """End the process. Returns how it ended."""
+        """End the process. Return how it ended."""
         return self._process.close()
 
     def _readable(self, timeout_s: float) -> bool:
@@ -123,27 +123,27 @@ class StragglerServiceClient:
 logger = logger_of(__name__)
 
 FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.02
-"""Between two looks: at first; later; and of jobs with many cells, for each of these."""
+"""Seconds between two looks: the first pause, the longest, and instead of that in large jobs, seconds per cell."""
 JUDGED_FROM = UNUSUAL + LEAST // 2
-"""Iterations after which a cell reports, and the judge's process is started: it could not find anything before, and
-jobs that end sooner do without it."""
+"""Iterations before a cell reports and the straggler process starts. Nothing can be found earlier, and shorter jobs
+need no process."""
 _OVERLAP = 3
 """Looks for which an iteration is reported again."""
 _END_S = 2.0
-"""Longest wait for the thread at the end."""
+"""Longest wait for the thread in `close`."""
 
 
 class StragglerTelemetry(Protocol):
-    """Part of RunTelemetry that the watch uses."""
+    """The part of RunTelemetry that the watch uses."""
 
     def log(self, event: Event) -> None:
-        """Something happened."""
+        """Record an event."""
 
     def arrivals(self, figures: ArrivalFigures) -> None:
-        """How cells arrive, for those that show it."""
+        """Export how cells arrive, on the rank that exports figures."""
 
 
-# Imported when a cell is late, or a policy is asked for: no host counters are read before.
+# Imported when a cell is late or a policy is set: no host counters are read before.
 
 
 def _host_policy(mode: str, rank: int) -> HostPolicy:
@@ -159,7 +159,7 @@ def _host_sampler() -> HostSampler:
 
 
 class StragglerWatch:
-    """One rank's. `add` is for the training thread and costs microseconds."""
+    """One rank's part in finding stragglers. The training thread calls `add`, which takes microseconds."""
 
     def __init__(
         self,
@@ -170,8 +170,8 @@ class StragglerWatch:
         listen: Callable[[], socket.socket],
         sampler: Callable[[], HostSampler] | None = None,
     ) -> None:
-        """`host_policy`: see --adaptra-host-policy. `listen`: makes a socket, bound to where all hosts of the job
-        connect to this one. `sampler`: called in the thread, as `listen` is; None: reads this host's counters."""
+        """Set up. `host_policy`: see --adaptra-host-policy. `listen`: makes a socket bound to the address that the
+        job's other hosts connect to. `sampler`: makes a sampler; None: of this host. Both are called in the thread."""
         self._layout, self._control, self._telemetry = layout, control, telemetry
         self._cell, self._listen = layout.cell, listen
         self._reports = layout.rank == layout.reporter(layout.cell)
@@ -181,15 +181,15 @@ class StragglerWatch:
         self._policy = None if host_policy == "off" else _host_policy(host_policy, layout.rank)
         self._make_sampler = sampler or _host_sampler
         self._sampler: HostSampler | None = None
-        """While a cell of this rank's stage is late."""
+        """Not None while a cell of this rank's stage is late."""
         self._pace = ReportPace(first_s=FIRST_S, most_s=max(LEAST_S, PER_CELL_S * len(layout.cells)))
         self._added: deque[tuple[float, Row]] = deque(maxlen=MOST_ROWS)
-        """With the moment at which each was added."""
+        """Each with the time at which it was added."""
         self._reported_s = time.monotonic()
-        """What was added since then has not been reported."""
+        """Rows added since then have not been reported."""
         self._iteration_s = 0.0
         self._late: tuple[LateCell, ...] = ()
-        """As far as this rank has heard."""
+        """Late cells, as last read from the store."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="adaptra-stragglers", daemon=True)
         if self._reports or self._judges or self._shows or self._policy is not None:
@@ -197,19 +197,19 @@ class StragglerWatch:
 
     @property
     def measures(self) -> bool:
-        """Return whether this rank's iterations count: it speaks for its cell."""
+        """Whether this rank reports for its cell, so that its iterations are measured."""
         return self._reports
 
     def lasts(self, iteration_s: float) -> None:
-        """So long took the latest iteration: where they are long, looks are rare. For all ranks."""
+        """Note the seconds of the latest iteration: the longer, the rarer the looks. On all ranks."""
         self._iteration_s = iteration_s
 
     def add(self, row: Row) -> None:
-        """Take in what this rank measured in an iteration."""
+        """Take in this rank's measurements of one iteration."""
         self._added.append((time.monotonic(), row))
 
     def close(self) -> None:
-        """End the thread, and have helpers back what they had. The judge looks once more."""
+        """End the thread, and release pinned helpers. The straggler process judges once more."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(_END_S)
@@ -254,8 +254,7 @@ class StragglerWatch:
         )
 
     def _hand_in(self, link: ReportLink, store: SealedStore, number: int) -> bool:
-        """Send a report, over a connection that this opens where there is none. Return False once the straggler process
-        has ended."""
+        """Send a report, connecting first if need be. Return False once the straggler process has ended."""
         if link.connection is None and (entry := store.peek(ADDRESS_KEY)) is not None:
             if not entry:
                 return False
@@ -285,7 +284,7 @@ class StragglerWatch:
 
 
 class _Judge:
-    """The judge's process, and the job's store, in which its findings are put."""
+    """Copies the verdicts of the straggler process to the job's store."""
 
     def __init__(
         self,
@@ -304,7 +303,7 @@ class _Judge:
         store.set(ADDRESS_KEY, encoded(self._keeper.address))
 
     def look(self) -> bool:
-        """Put what has been found into the store. Returns False where nothing will be any more."""
+        """Write a new verdict to the store. Return False once there will be none any more."""
         try:
             verdict = self._keeper.latest()
         except ChannelEndedError:
@@ -325,7 +324,7 @@ class _Judge:
         return True
 
     def close(self) -> None:
-        """Have it look once more, and end it."""
+        """Have the process judge once more, and end it."""
         if not self._ended:
             with contextlib.suppress(ChannelEndedError):
                 self._keeper.finish(_END_S / 2)
