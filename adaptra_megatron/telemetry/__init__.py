@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces and pictures of what ran."""
+"""Recording of a run: traces, events, figures."""

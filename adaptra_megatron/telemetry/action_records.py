@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what one rank did and when: the record of an action, the list that an executor appends to, and which
-iterations are asked for."""
+"""Define the records of actions and of messages on one rank, and their recorder."""
 
 from __future__ import annotations
 
@@ -8,19 +7,19 @@ from typing import NamedTuple
 
 
 class ActionRecord(NamedTuple):
-    """One action as it ran. All times are `time.monotonic()` seconds of the rank's host."""
+    """One action as it ran. Times are `time.monotonic()` seconds of the rank's host."""
 
     iteration: int
     stage: int
-    """Pipeline rank."""
+    """Rank within the pipeline."""
     kind: str
     """`str(schedule.actions.Kind)`: "F", "B", "I" or "W"."""
     chunk: int
     micro_batch: int
     wait_start_s: float
-    """Time at which the rank began to wait for the message the action needs; `start_s` if it needed none."""
+    """Start of the wait for the action's message; `start_s` if it needed none."""
     start_s: float
-    """Time at which it had what it needed and began to compute."""
+    """Start of the computation, when the message had arrived."""
     end_s: float
 
     @property
@@ -35,14 +34,14 @@ class ActionRecord(NamedTuple):
 
 
 class ArrivalRecord(NamedTuple):
-    """Arrival of a message at the stage that needed it, which may be before that stage began to wait."""
+    """Arrival of a message at the stage that needs it, which may not be waiting for it yet."""
 
     iteration: int
     source: int
     stage: int
-    """The one that received it, for its own action of `kind`, `chunk` and `micro_batch`."""
+    """The receiving stage. Kind, chunk and micro-batch are those of its action."""
     kind: str
-    """"F" for an activation, "B" for a gradient, whether the backward that used it was split or not."""
+    """"F" for an activation, "B" for a gradient, whether or not the backward was split."""
     chunk: int
     micro_batch: int
     arrived_s: float
@@ -50,7 +49,7 @@ class ArrivalRecord(NamedTuple):
 
 
 class Iterations(NamedTuple):
-    """From `first` to `last`, both included; Megatron's numbers, from 1 and over restarts."""
+    """Iterations from `first` to `last`, both included: Megatron's numbers, from 1 and continued after restarts."""
 
     first: int
     last: int
@@ -59,8 +58,8 @@ class Iterations(NamedTuple):
 class IterationRecorder:
     """Collects one rank's records.
 
-    Not thread-safe: the thread that runs the pipeline adds, and takes between iterations. An action costs one tuple and
-    one list append, so recording can stay on in every run.
+    Not thread-safe: the thread that runs the pipeline adds records, and takes them between iterations. An action costs
+    one tuple and one append, so recording can stay on in every run.
     """
 
     def __init__(self, stage: int) -> None:
@@ -88,7 +87,7 @@ class IterationRecorder:
     def take(self, iteration: int) -> list[ActionRecord]:
         """Remove and return the records of `iteration`, in the order in which they ran; empty if there are none.
 
-        Records of earlier iterations that were not taken are dropped, so a forgotten `take` cannot grow without end.
+        Records of earlier iterations are dropped, so that they cannot accumulate.
         """
         taken = [record for record in self._records if record.iteration == iteration]
         self._records = [record for record in self._records if record.iteration > iteration]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write files of a run in a thread, so that the training never waits for a disk; refuse what is no regular file."""
+"""Write files of a run in a thread, so that the training never waits for a disk. Refuse special files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logger_of(__name__)
 
 
 def is_no_file(path: Path) -> bool:
-    """Return whether something is there that is no regular file, such as a FIFO, which would be waited for for ever.
-    What is not there is for `open` to say."""
+    """Return whether `path` exists and is no regular file, such as a FIFO, on which a read would hang. A missing file
+    is left to `open`."""
     return path.exists() and not path.is_file()
 
 
@@ -26,15 +26,16 @@ Item = TypeVar("Item")
 
 
 class BackgroundWriter(Generic[Item]):
-    """Hands items over to `consume`, which runs in a thread of its own and writes them wherever it likes.
+    """Queues items for `consume`, which runs in a thread of its own and writes them anywhere.
 
-    Neither `put` nor `close` raises, and `put` never blocks: when `consume` raises OSError, TypeError or ValueError, or
-    falls `limit` items behind, one warning is logged and everything after is dropped. What is queued when the process
-    ends in Python's ordinary way is still written; what is queued when it is killed is lost.
+    Neither `put` nor `close` raises, and `put` never blocks. If `consume` raises OSError, TypeError or ValueError, or
+    falls `limit` items behind, one warning is logged and all later items are dropped. Queued items are written when
+    the process exits normally, and lost when it is killed.
     """
 
     def __init__(self, what: str, consume: Callable[[Iterator[Item]], None], *, limit: int) -> None:
-        """`what` completes the warning "no more ...". `consume` gets an iterator that ends at `close`."""
+        """Start the thread. `what` completes the warning "no more ...". `consume` gets an iterator that ends at
+        `close`."""
         self._what = what
         self._consume = consume
         self._limit = limit
@@ -48,11 +49,11 @@ class BackgroundWriter(Generic[Item]):
 
     @property
     def failed(self) -> bool:
-        """Return whether writing has stopped because of an error (which was logged)."""
+        """Whether writing has stopped because of an error, which was logged."""
         return self._failed.is_set()
 
     def put(self, item: Item) -> None:
-        """Hand over; returns at once. Does nothing after a failure or after `close`."""
+        """Queue an item; returns at once. Does nothing after a failure or after `close`."""
         if self._closed or self.failed:
             return
         try:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export one rank's telemetry by OpenTelemetry (OTLP): metrics, as Prometheus would fetch them, and events as log
-records.
+"""Export one rank's telemetry by OpenTelemetry (OTLP): metrics, as for Prometheus, and events as log records.
 
-Needs `pip install 'adaptra-megatron[otel]'`, imported when an export begins. Where things go, how often and with which
-headers is set by OpenTelemetry's own variables, as OTEL_EXPORTER_OTLP_ENDPOINT. What cannot be delivered is dropped,
-and the SDK's logger (`opentelemetry`) says so.
+Needs `pip install 'adaptra-megatron[otel]'`, imported when an export begins. Endpoint, interval and headers come from
+OpenTelemetry's own variables, such as OTEL_EXPORTER_OTLP_ENDPOINT. What cannot be delivered is dropped, and the SDK's
+logger (`opentelemetry`) says so.
 """
 
 from __future__ import annotations
@@ -46,12 +45,16 @@ _PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 
 
 class OpenTelemetryError(RuntimeError):
-    """Nothing can be exported; names the variable or the package and the remedy."""
+    """The export cannot start. Names the variable or the package, and the remedy."""
 
 
 def exporter_of(signal: str) -> Any:
-    """The exporter of "metrics" or "logs" that the environment names: OTLP by HTTP, unless OTEL_{METRICS,LOGS}_EXPORTER
-    or OTEL_EXPORTER_OTLP_{,METRICS_,LOGS_}PROTOCOL say otherwise; None for "none". Raises OpenTelemetryError."""
+    """Return the exporter of "metrics" or "logs" that the environment names; None for "none". Raises
+    OpenTelemetryError.
+
+    By default it is OTLP by HTTP. OTEL_{METRICS,LOGS}_EXPORTER and OTEL_EXPORTER_OTLP_{,METRICS_,LOGS_}PROTOCOL change
+    it.
+    """
     name = os.environ.get(f"OTEL_{signal.upper()}_EXPORTER") or "otlp"
     if name == "none":
         return None
@@ -69,7 +72,7 @@ def exporter_of(signal: str) -> Any:
 
 
 class OpenTelemetryExport:
-    """One rank's. Sends from threads of the SDK; nothing here waits for a network, but `close`, for a bounded time."""
+    """Export of one rank. The SDK's threads send; only `close` waits for the network, for a limited time."""
 
     def __init__(
         self,
@@ -81,7 +84,8 @@ class OpenTelemetryExport:
         readers: Sequence[MetricReader] | None = None,
         log_exporter: LogRecordExporter | None = None,
     ) -> None:
-        """`readers`, `log_exporter`: None: those that the environment names. Raises OpenTelemetryError."""
+        """Start the export. `readers`, `log_exporter`: None: those that the environment names. Raises
+        OpenTelemetryError."""
         try:
             from opentelemetry._logs import SeverityNumber
             from opentelemetry.sdk._logs import LoggerProvider
@@ -114,9 +118,11 @@ class OpenTelemetryExport:
         self._logger = self._loggers.get_logger(SERVICE, __version__)
 
     def log(self, event: Event, iteration: int, step: int) -> None:
-        """Send an event that happened now, in `iteration`, Megatron's `step`; for any thread. Its fields are
-        attributes, with the keys of the event log. How long iterations took is no event here: a metric has it. Nothing
-        is sent once this is closed."""
+        """Send an event that happened now, in `iteration`, Megatron's `step`. Thread-safe.
+
+        The event's fields are attributes, with the keys of the event log. IterationsTimed is left out: it is a metric.
+        Nothing is sent after `close`.
+        """
         if self._meters is None or isinstance(event, IterationsTimed):
             return
         with self._lock:
@@ -142,7 +148,7 @@ class OpenTelemetryExport:
         )
 
     def close(self) -> None:
-        """Send what there is, for CLOSES_WITHIN_S at most. May be called twice."""
+        """Send what is queued, for at most CLOSES_WITHIN_S. May be called twice."""
         meters, self._meters = self._meters, None
         if meters is None:
             return
@@ -151,7 +157,7 @@ class OpenTelemetryExport:
             meters.shutdown()
             self._loggers.shutdown()
 
-        # Exporters go on trying for as long as they are used to, and this process ends.
+        # Exporters retry for as long as they are configured to, but this process ends.
         thread = threading.Thread(target=shut_down, name="adaptra-otel-close", daemon=True)
         thread.start()
         thread.join(CLOSES_WITHIN_S)
@@ -166,7 +172,7 @@ class OpenTelemetryExport:
 
 
 def _is_bad(event: Event) -> bool:
-    """Return whether an operator would want to know."""
+    """Return whether an operator should know."""
     if isinstance(event, (LinkDetection, StageDetection)):
         return event.after != "healthy"
     return isinstance(event, (Fault, RanksLost)) or (isinstance(event, PathChanged) and event.failover)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one rank tells the world about its run: traces, events, scalars, Prometheus, OpenTelemetry.
+"""Record one rank's run: traces, events, scalars, Prometheus, OpenTelemetry.
 
-The runtime holds one per pipeline and calls it a few times per iteration. Nothing here waits for a disk or a network,
-and nothing raises after construction: when something cannot be written, one warning says so and training goes on.
+The engine holds one object per pipeline and calls it a few times per iteration. No call waits for a disk or a network,
+and none raises after construction: if something cannot be written, one warning says so and training continues.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
-    """Settings of a user."""
+    """Settings that a user chooses."""
 
     trace_dir: Path | None = None
-    """Directory of traces and events; None: there are none."""
+    """Directory of traces and events; None: write none."""
     every_iteration: bool = True
-    """True: all iterations are traced; False: those that are asked for."""
+    """Whether all iterations are traced, or only requested ones."""
     prometheus_port: int | None = None
-    """Port of a host's first rank; the next rank's is the next. 0: any free ones; None: no endpoint."""
+    """Port of a host's first rank; each further rank uses the next one. 0: any free ports; None: no endpoint."""
     prometheus_address: str = "127.0.0.1"
     otel: bool = False
-    """True: figures and events go to OpenTelemetry, as its own environment variables say."""
+    """Whether figures and events are exported to OpenTelemetry, which its own environment variables configure."""
     goes_on: bool = False
-    """True where this process takes the place of one that has written there before."""
+    """Whether this process continues the files of an earlier one that it replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,44 +73,45 @@ class RankPlace:
     """Place of a rank in its job."""
 
     run: str
-    """The same on all ranks, new for each start."""
+    """Name of this start of the job, the same on all ranks."""
     rank: int
     local_rank: int
-    """Within its host: ranks of one host serve Prometheus at ports one after another."""
+    """Number of the rank on its host; it determines the Prometheus port."""
     stage: int
     leads: bool
-    """True if this rank decides on plans: of its replica, it alone logs switches; that of replica 0 takes requests for
-    traces."""
+    """Whether this rank is a leader. Only the leader logs its replica's switches; that of replica 0 takes users'
+    requests."""
     replica: int = 0
     decides_apart: bool = False
-    """True where replicas have plans of their own, each with a leading rank."""
+    """Whether each replica has a leader and plans of its own."""
     clock_offset_s: float = 0.0
     stage_hosts: tuple[str, ...] = ()
-    """Where each stage of its replica runs, for metrics."""
+    """Host of each stage of the replica, for metrics."""
 
     @property
     def word(self) -> str:
-        """Return what lines of the training's log begin with that are about this replica alone."""
+        """Prefix of log lines that concern this replica alone."""
         return f"replica {self.replica}: " if self.decides_apart else ""
 
 
 REMEMBERED = 256
-"""Iterations whose numbers in Megatron are kept: findings name earlier ones."""
+"""Number of latest iterations whose Megatron numbers are kept, since findings name earlier ones."""
 
 
 class FiguresOfJob(Protocol):
-    """Figures that the leader sent; decoded where they are shown."""
+    """The leader's figures, encoded; only a rank that exports them decodes them."""
 
     def unpacked(self) -> JobFigures:
-        """The figures."""
+        """Decode the figures."""
 
 
 class RunTelemetry:
-    """One rank's. For the training thread, except `log`, `arrivals` and `requests`, which any thread may call."""
+    """Telemetry of one rank. For the training thread, but for `log`, `arrivals` and `requests`, which are
+    thread-safe."""
 
     def __init__(self, settings: TelemetrySettings, place: RankPlace, start: RunStarted) -> None:
-        """Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened, and
-        open_telemetry.OpenTelemetryError where that is wanted and cannot be done."""
+        """Open the files and endpoints. Raises PrometheusError if the endpoint cannot be opened, OpenTelemetryError if
+        that export cannot start."""
         self._place = place
         self._switches, self._paths = SwitchWatch(), PathWatch(place.stage)
         self._times = IterationTimes()
@@ -119,10 +120,10 @@ class RunTelemetry:
         self._steps: dict[int, int] = {}
         """Megatron's numbers of the latest iterations."""
         self._seconds: dict[int, float] = {}
-        """What the latest ones took."""
+        """Seconds of the latest iterations."""
         self._leader = LeaderWatch(int(start.layout.get("stages", 1)))
         self._found = False
-        """True if something was found since the last iteration."""
+        """Whether something was found since the last iteration."""
         self._said = RunLog(word=place.word, first=place.replica == 0) if place.leads else None
         self._directory = settings.trace_dir
         self._job: FiguresOfJob | None = None
@@ -139,14 +140,15 @@ class RunTelemetry:
         self._box: RequestBox | None = None
         if settings.trace_dir is not None:
             self._open_files(settings.trace_dir, settings, start)
-        # After the writers', hence called before them: the last event is still to be written then.
+        # After the writers are created, because exit handlers run in reverse order: `close` still writes the last
+        # event.
         self.share: Callable[[Event], None] | None = None
-        """Of a leader that says nothing for the whole job: whom it tells what it finds and plans."""
+        """Called with each finding and switch, on a leader that does not log for the whole job; None on others."""
         self._owner = OwningProcess()
         atexit.register(self.close)
 
     def _export(self, settings: TelemetrySettings, start: RunStarted) -> None:
-        """Have figures read by others. What this needs is imported in jobs that ask for it."""
+        """Set up the exporters. Their modules are imported here, so that other jobs do not import them."""
         from adaptra_megatron.telemetry.figures.exported import PrometheusEndpoint
 
         place, self._figures = self._place, _figures(self._place, start)
@@ -160,7 +162,8 @@ class RunTelemetry:
             self._otel.log(start, -1, 0)
 
     def _open_files(self, directory: Path, settings: TelemetrySettings, start: RunStarted) -> None:
-        """What writes them is imported in jobs that ask for them."""
+        """Open the files of traces and events. Their modules are imported here, so that other jobs do not import
+        them."""
         from adaptra_megatron.telemetry.events.event_log import EventLog
         from adaptra_megatron.telemetry.tracing.trace import TraceWriter
 
@@ -176,7 +179,7 @@ class RunTelemetry:
             self._box = RequestBox(directory) if place.leads and not place.replica else None
 
     def log(self, event: Event) -> None:
-        """Something happened, in the iteration that runs."""
+        """Record an event of the current iteration."""
         if self._events is not None:
             self._events.log(event)
         if self._otel is not None:
@@ -189,20 +192,21 @@ class RunTelemetry:
         self._leader.take(event)
 
     def take_of(self, replica: int, event: Event) -> None:
-        """Something happened in another replica, which this rank says for the whole job. For any thread."""
+        """Record an event of another replica, which this rank logs for the whole job. Thread-safe."""
         if self._said is not None:
             self._said.take(event, replica)
 
     def arrivals(self, figures: ArrivalFigures) -> None:
-        """Show how replicas come to gradient synchronisation, from any thread: on those ranks that show it."""
+        """Set how replicas arrive at gradient synchronisation, to be exported. Thread-safe."""
         self._arrivals = figures
 
     def requests(self) -> tuple[Iterations, ...]:
-        """On the rank that takes them: which iterations to trace, new since the last call; to be sent to every rank."""
+        """Return the iterations that users asked to trace since the last call, on the rank that takes requests; empty
+        on others."""
         return () if self._box is None else self._box.take(self._steps.get(self._running, 1))
 
     def policy_asked(self) -> str:
-        """On the rank that takes requests: the policy that a user has asked for since the last call; "": none."""
+        """Return the policy that a user asked for since the last call, on the rank that takes requests; "" if none."""
         if self._directory is None or not self._place.leads or (self._place.replica and self._place.decides_apart):
             return ""
         from adaptra_megatron.telemetry.tracing.trace_requests import take_policy
@@ -210,7 +214,8 @@ class RunTelemetry:
         return take_policy(self._directory)
 
     def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: FiguresOfJob | None = None) -> None:
-        """Iteration `iteration` (evaluations count) begins; `requests` and `job` are what the leader sent for it."""
+        """Begin iteration `iteration`, where evaluations count, too. `requests`, `job`: sent by the leader for this
+        iteration."""
         self._steps[iteration] = megatron_step(self._iterations + 1)
         self._running = iteration
         self._steps.pop(iteration - REMEMBERED, None)
@@ -221,14 +226,14 @@ class RunTelemetry:
         self._job = job if job is not None else self._job
 
     def lead(self, *, leads: bool) -> None:
-        """Set whether this rank logs what one rank logs for all: the one that did has failed, or has rejoined."""
+        """Set whether this rank logs on behalf of others: the leader has failed, or has rejoined."""
         if self._place.leads and not leads:
             self._log_times()
         self._place = replace(self._place, leads=leads)
         self._said = self._said or RunLog(word=self._place.word) if leads else None
 
     def switch(self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None) -> None:
-        """Plan `number` runs from this iteration on; said again, it changes nothing."""
+        """Note that plan `number` runs from this iteration on. Repeated calls change nothing."""
         event = self._switches.switched(number, predicted_s=predicted_s, before_predicted_s=before_predicted_s)
         if event is not None and self._place.leads:
             self.log(event)
@@ -242,7 +247,7 @@ class RunTelemetry:
         arrivals: Sequence[ArrivalRecord] = (),
         clock_offset_s: float | None = None,
     ) -> None:
-        """What this rank did in `iteration`, training or evaluation. `clock_offset_s`: as for TraceWriter.write."""
+        """Write this rank's records of a training or evaluation iteration. `clock_offset_s`: see TraceWriter.write."""
         if self._requested is not None:
             self._requested.add(iteration, self._numbered(iteration), records, arrivals, clock_offset_s)
         elif self._traces is not None:
@@ -254,7 +259,8 @@ class RunTelemetry:
         links: Mapping[int, PathState] | None = None,
         delegate_starts: int | None = None,
     ) -> None:
-        """A training iteration is over. `links`: by peer, where there are two paths; failovers are counted here."""
+        """Record the end of a training iteration. `links`: paths by peer, if links have two; failovers are counted
+        from them."""
         self._iterations += 1
         self._seconds[self._running] = figures.iteration_s
         if len(self._seconds) > REMEMBERED:
@@ -280,7 +286,8 @@ class RunTelemetry:
             self._scalars.write(step, scalars(figures, self._figures_of_job(), self._arrivals))
 
     def _numbered(self, iteration: int) -> int:
-        """Megatron's number of one of the latest iterations; of an earlier one as if there had been no evaluation."""
+        """Return Megatron's number of a recent iteration; for an older one, as if there had been no evaluation in
+        between."""
         first = next(iter(self._steps), 0)
         known = max(iteration, first)
         return self._steps.get(known, known + 1) - (known - iteration)
@@ -293,7 +300,7 @@ class RunTelemetry:
         return None if self._job is None else self._job.unpacked()
 
     def close(self) -> None:
-        """Say why the run ended and write what is queued, for some seconds at most. May be called twice."""
+        """Log why the run ended, and write what is queued, for a few seconds at most. May be called twice."""
         atexit.unregister(self.close)
         if not self._owner.is_this:
             return

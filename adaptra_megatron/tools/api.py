@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What-if questions from Python and notebooks: the functions behind `adaptra plan`, `simulate` and `analyze`.
+"""Answer what-if questions from Python and notebooks: the functions behind `adaptra plan`, `simulate` and `analyze`.
 
 Options are those of the command line, with the same spelling of values: `slow_link="3-4:latency=60ms"`.
 """
@@ -45,24 +45,24 @@ _ROW_PIXELS, _PAGE_PIXELS = 60, 260
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Answer:
-    """Time that an iteration takes in one order of actions. Notebooks show its timeline."""
+    """Time of an iteration in one order of actions. Notebooks show its timeline."""
 
     name: str
     job: JobCosts
     schedule: Schedule
-    """The order of actions; of online dispatch, the one that resulted in the slowest replica."""
+    """The order of actions; for online dispatch, the resulting order of the slowest replica."""
     makespan_s: float
     lower_bound: LowerBound
     peak_in_flight: tuple[float, ...]
-    """Most activations each stage holds at once, in any replica."""
+    """Most activations that each stage holds at once, in any replica."""
     simulation: Simulation
-    """When each action of the slowest replica starts and ends."""
+    """Start and end of each action of the slowest replica."""
     costs: Costs
     """Costs of that replica."""
 
     @property
     def gap(self) -> float:
-        """Return how much longer than the lower bound: 0.02 is 2%."""
+        """Time above the lower bound, as a share of it: 0.02 is 2%."""
         return self.lower_bound.gap_of(self.makespan_s)
 
     @property
@@ -79,7 +79,7 @@ class Answer:
         )
 
     def _repr_html_(self) -> str | None:
-        """A frame with the timeline; None, and so the words alone, where it knows no such placement."""
+        """Return a frame with the timeline; None, so that notebooks show text, for a custom placement."""
         from adaptra_megatron.tools.report.report_page import plan_page  # Jinja
 
         if self.costs.custom_placement is not None:
@@ -91,18 +91,19 @@ class Answer:
 
 
 def read_costs(source: Path | str | dict[str, Any], *, plan: int | None = None) -> JobCosts:
-    """Costs from a dict, or from what `adaptra plan` takes: COSTS.json, a run's directory, its event log, or a trace.
+    """Read costs from a dict, or from any input of `adaptra plan`: COSTS.json, a run's directory, its event log, or a
+    trace.
 
-    `plan`: number of the plan of a run whose costs are taken; None: the latest. Raises CostError for costs that cannot
-    be, cli.planning.inputs.InputError for what cannot be read.
+    `plan`: number of the run's plan whose costs are read; None: the latest. Raises CostError for invalid costs,
+    cli.planning.inputs.InputError for an input that cannot be read.
     """
     return job_costs_from_json(source) if isinstance(source, dict) else read_given(Path(source), plan).job
 
 
 def plan(costs: JobCosts | Costs, *, deadline_s: float | None = None, **changes: Any) -> Answer:
-    """The fastest order of actions found within the caps; `changes` as for `what_if`.
+    """Return the fastest order of actions found within the caps. `changes`: see `what_if`.
 
-    Deterministic. Raises PlanError if nothing fits the caps, InputError or ValueError for changes that cannot be.
+    Deterministic. Raises PlanError if nothing fits the caps, InputError or ValueError for invalid changes.
     """
     job = _changed(costs, changes)
     found = plan_job(job, deadline_s=deadline_s)
@@ -112,10 +113,10 @@ def plan(costs: JobCosts | Costs, *, deadline_s: float | None = None, **changes:
 def simulate(
     schedule: Schedule | Answer | str, costs: JobCosts | Costs, *, blocking: bool = False, **changes: Any
 ) -> Answer:
-    """Return what `schedule` takes; `changes` as for `what_if`.
+    """Return the time of an iteration in the order `schedule`. `changes`: see `what_if`.
 
-    It is an order, an answer whose order is kept, a name that `adaptra simulate --schedule` takes, "stock" (which
-    blocks), or a CSV file. Raises ScheduleError if it cannot run at these costs; the rest as `plan`.
+    `schedule`: an order, an answer (its order), a name as in `adaptra simulate --schedule`, "stock" (with blocking
+    exchanges), or a CSV file. Raises ScheduleError if it cannot run at these costs, and the errors of `plan`.
     """
     job, name = _changed(costs, changes), schedule if isinstance(schedule, str) else "simulated"
     if isinstance(schedule, Answer):
@@ -139,10 +140,10 @@ def simulate(
 def sweep(
     costs: JobCosts | Costs, *, schedule: str | None = None, deadline_s: float | None = None, **changes: Any
 ) -> Sweep:
-    """A table over one or two ranges in `changes`, such as `slow_link="3-4:latency=0..100ms/10"`.
+    """Return a table over one or two ranges in `changes`, such as `slow_link="3-4:latency=0..100ms/10"`.
 
-    `schedule`: a name; None: stock's order, the zero-bubble one, plans and online dispatch. Notebooks show the table;
-    `document()` gives its figures. Raises InputError where there is no range.
+    `schedule`: a name; None: stock's order, the zero-bubble order, plans and online dispatch. Notebooks show the
+    table; `document()` returns its figures. Raises InputError if there is no range.
     """
     job, asked = _job(costs), what_if(**changes)
     axes = asked.axes(job)
@@ -158,11 +159,11 @@ def analyze(
     replicas: int | None = None,
     activation_gib: float | None = None,
 ) -> Analysis:
-    """Return what is slow in a recorded job, as `adaptra analyze` finds it; `doubt` says why nothing can be said.
-    Needs numpy.
+    """Return what is slow in a recorded job, as `adaptra analyze` does. `doubt` says why if nothing is certain. Needs
+    numpy.
 
-    `stages`, `replicas`: pipeline size and number of pipelines, where traces do not say it. Raises RecordingError for
-    what is no recording, ReplayError where no step can be replayed.
+    `stages`, `replicas`: pipeline size and number of pipelines, if the traces lack them. Raises RecordingError if
+    there is no recording, ReplayError if no step can be replayed.
     """
     from adaptra_megatron.tools.recordings.reading import read_recording
     from adaptra_megatron.tools.recordings.recorded_places import Asked
@@ -181,9 +182,9 @@ def what_if(
     max_in_flight: Count = None,
     micro_batches: Count = None,
 ) -> WhatIf:
-    """Changes of costs, spelt as the options of `adaptra plan`; `slow_link` and `slow_stage` may be several.
+    """Return changes of costs, spelled as the options of `adaptra plan`. `slow_link`, `slow_stage`: one or several.
 
-    Raises ValueError for what is spelt otherwise.
+    Raises ValueError for invalid values.
     """
     changes: list[Change] = [*map(_parse_link, _strings(slow_link)), *map(_parse_stage, _strings(slow_stage))]
     return WhatIf(

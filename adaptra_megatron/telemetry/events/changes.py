@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes events out of what is known once per iteration: what a switch gained, which links took another path."""
+"""Turn figures of each iteration into events: gains of switches, durations, changed paths."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from adaptra_megatron.telemetry.events.events import (
 from adaptra_megatron.telemetry.figures.scalars import LeaderFigures
 
 MEASURED_OVER = 3
-"""Iterations before and after a switch whose medians are compared: one odd iteration among them changes nothing."""
+"""Iterations before and after a switch whose medians are compared, so that one outlier does not count."""
 
 MAX_BATCH, MAX_BATCH_S = 32, 20.0
-"""Iterations whose times make one event, and the seconds after which fewer do."""
+"""Iterations per event of durations, and seconds after which an event may have fewer."""
 
 
 class SwitchWatch:
-    """Compares iteration times before and after each switch of plans. Pure; for one thread."""
+    """Compares iteration times before and after each switch of plans. Pure. Not thread-safe."""
 
     def __init__(self) -> None:
         self._recent_s: deque[float] = deque(maxlen=MEASURED_OVER)
@@ -38,17 +38,17 @@ class SwitchWatch:
         self._forecast_s: float | None = None
         self._gain_s = 0.0
         self.saved_s = 0.0
-        """What the switches have gained so far, about: of each iteration what both its forecast and its measurement
-        promise, until the next switch or finding."""
+        """Approximate seconds saved by switches so far. Each iteration counts the lesser of the predicted and the
+        measured gain, until the next switch or finding."""
 
     def found(self) -> None:
-        """Something else has changed: what iterations take is not the latest switch's gain any more."""
+        """Stop counting the latest switch's gain: something else has changed."""
         self._gain_s = 0.0
 
     def switched(
         self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None
     ) -> PlanSwitched | None:
-        """Plan `number` runs from now on; None if it did already."""
+        """Note that plan `number` runs from now on. Return the event; None if it did already."""
         if number == self._number:
             return None
         event = PlanSwitched(
@@ -67,7 +67,7 @@ class SwitchWatch:
         return event
 
     def iteration(self, seconds: float) -> SwitchMeasured | None:
-        """An iteration took `seconds`. Returns what the latest switch gained, once there are iterations enough."""
+        """Note that an iteration took `seconds`. Return the latest switch's gain, once it is measured."""
         self._recent_s.append(seconds)
         self.saved_s += self._gain_s
         if self._before_s is None:
@@ -89,7 +89,7 @@ class SwitchWatch:
 
 
 class LeaderWatch:
-    """Watch over what the leader's events say of the plan in force and of stages. `take` is for any thread."""
+    """Follows the current plan and the states of stages through the leader's events. `take` is thread-safe."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
@@ -98,7 +98,7 @@ class LeaderWatch:
         """By stage and pipeline, those that are not healthy."""
 
     def take(self, event: Event) -> None:
-        """Learn from `event`."""
+        """Update from `event`."""
         if isinstance(event, PlanMade):
             self._plan = event
         elif isinstance(event, StageDetection):
@@ -108,7 +108,7 @@ class LeaderWatch:
             self._slow = slow  # replaced, not changed: another thread may be reading it
 
     def figures(self, saved_s: float) -> LeaderFigures:
-        """For Prometheus. `saved_s`: see SwitchWatch."""
+        """Return the figures for Prometheus. `saved_s`: see SwitchWatch."""
         plan, states = self._plan, {stage: state for (stage, _pipeline), state in self._slow.items()}
         return LeaderFigures(
             predicted_s=None if plan is None else plan.predicted_s,
@@ -119,7 +119,7 @@ class LeaderWatch:
 
 
 class IterationTimes:
-    """Gather times of iterations, to be logged many at once. Pure; for one thread."""
+    """Collects durations of iterations, to be logged in batches. Pure. Not thread-safe."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -127,9 +127,9 @@ class IterationTimes:
         self._seconds: list[float] = []
 
     def add(self, iteration: int, seconds: float, step: int | None = None) -> IterationsTimed | None:
-        """Note that `iteration` took `seconds`; `step`: Megatron's number of it.
+        """Add the duration of `iteration`. `step`: Megatron's number of it.
 
-        Returns what is to be logged now: a full batch, or one that this iteration does not continue; else None.
+        Returns a batch to log: a full one, or one that this iteration does not continue; else None.
         """
         batch = None
         due = len(self._seconds) >= MAX_BATCH or sum(self._seconds) >= MAX_BATCH_S
@@ -141,37 +141,38 @@ class IterationTimes:
         return batch
 
     def rest(self) -> IterationsTimed | None:
-        """Changes that have not been logged yet."""
+        """Return the durations that have not been logged yet; None if there are none."""
         seconds, self._seconds = self._seconds, []
         return IterationsTimed(first=self._first, seconds=seconds, step=self._step) if seconds else None
 
 
 @dataclass(frozen=True)
 class PathState:
-    """Path of what one stage sends to one peer."""
+    """Path of one stage's messages to one peer."""
 
     path: str
     """"device" or "host"."""
     switches: int
     """Number of changes of the path so far."""
     sessions_lost: int
-    """Device sessions, of either direction, that failed."""
+    """Device sessions, in either direction, that failed."""
 
 
 class PathWatch:
-    """Says which of a stage's links took another path since the last look. Pure; for one thread."""
+    """Finds which of a stage's links have changed their path. Pure. Not thread-safe."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self._links: dict[int, PathState] = {}
         self._delegate_starts: int | None = None
         self.failovers = 0
-        """Changes of path because one failed, so far."""
+        """Changes of path after a failure, so far."""
 
     def look(self, links: Mapping[int, PathState], delegate_starts: int | None = None) -> list[PathChanged | Fault]:
-        """`links`: by peer. `delegate_starts`: how often this stage's delegate was started; None where there is none.
+        """Return the changes since the last call. `links`: by peer. `delegate_starts`: starts of this stage's
+        delegate; None if there is none.
 
-        A link that changed its path twice between two looks is described by its first and its last path.
+        A link that changed its path twice since then is described by its first and its last path.
         """
         found: list[PathChanged | Fault] = []
         if delegate_starts is not None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event log of a run: one file of JSON lines per rank, bounded, readable after any crash.
+"""Write and read the event log of a run: one file of JSON lines per rank, of limited size, readable after any crash.
 
-Every rank writes its own: a failover or a fault is seen where it happens, also while the leader is out of reach. What
-the leader alone knows (detections, plans, switches) is in the leader's file. `read_events` puts them in one order.
+Every rank writes its own, so that a failover or a fault is recorded even if the leader is out of reach. What only the
+leader knows (detections, plans, switches) is in the leader's file. `read_events` merges all files by time.
 
-Each line reaches the kernel by one write, so a killed process tears at most the line it was writing; that line is left
-out on reading and cut off before anything is appended. Nothing is forced to the disk: a host that loses power may lose
-the last seconds.
+Each line reaches the kernel in one write, so a killed process tears at most one line. That line is skipped on reading,
+and cut off before anything is appended. Files are not synced: a host that loses power may lose the last seconds.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from adaptra_megatron.telemetry.events.events import Event, EventError, RunStart
 
 FILE_PATTERN = "events-*.jsonl"
 MAX_NBYTES = 4 << 20
-"""Size at which a file is set aside and another begun: some thousand plans of a large pipeline."""
+"""Size at which a file is renamed and a new one begins: some thousand plans of a large pipeline."""
 MAX_OLD_FILES = 3
-"""Kept per rank; the oldest goes."""
+"""Renamed files kept per rank; the oldest is dropped."""
 QUEUED_EVENTS = 4096
 
 
 class EventLogError(ValueError):
-    """An event log that cannot be read: the message names the file, the line and what is wrong."""
+    """An event log that cannot be read. Names the file, the line and what is wrong."""
 
 
 class Clock(Protocol):
     """Clock of an event log."""
 
     def wall_s(self) -> float:
-        """Seconds since the epoch."""
+        """Return the seconds since the epoch."""
 
     def monotonic_s(self) -> float:
-        """Seconds of the monotonic clock of this host."""
+        """Return the seconds of this host's monotonic clock."""
 
 
 class SystemClock:
@@ -54,14 +53,15 @@ class SystemClock:
 
 
 def event_path(directory: Path | str, rank: int, age: int = 0) -> Path:
-    """Return the event file of `rank`: the one being written (age 0), or the rotated one of that age."""
+    """Return the event file of `rank`: the one being written (age 0), or the renamed one of that age."""
     return Path(directory) / f"events-{rank:05d}{f'.{age}' if age else ''}.jsonl"
 
 
 class EventFile:
-    """Appends events to the file of one rank; for one thread. Every method raises OSError if the disk does.
+    """Appends events to the file of one rank. Not thread-safe. Every method raises OSError if the disk does.
 
-    A file of `max_nbytes` is set aside and another begun, `max_old_files` are kept. Each begins with a run's start.
+    A file that reaches `max_nbytes` is renamed and a new one begins; `max_old_files` are kept. Each begins with
+    RunStarted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EventFile:
         max_nbytes: int = MAX_NBYTES,
         max_old_files: int = MAX_OLD_FILES,
     ) -> None:
-        """`start`: stamps a RunStarted; it is written at once, and again at the head of each further file."""
+        """Open the file. `start`: a stamped RunStarted, which is written now and at the head of each further file."""
         self._directory, self._rank = Path(directory), start.stamp.rank
         self._start = _line(start)
         self._max_nbytes, self._max_old_files = max_nbytes, max_old_files
@@ -120,9 +120,9 @@ class EventFile:
 
 
 class EventLog:
-    """Log of the runtime: stamps events and has them written. For any number of threads.
+    """Stamps a rank's events and writes them. Thread-safe.
 
-    Nothing here blocks or raises into training: see BackgroundWriter.
+    No call blocks or raises: see BackgroundWriter.
     """
 
     def __init__(
@@ -136,14 +136,15 @@ class EventLog:
         clock_offset_s: float = 0.0,
         max_nbytes: int = MAX_NBYTES,
     ) -> None:
-        """`run`: the same on all ranks, new for each start. `clock_offset_s`: as for TraceWriter."""
+        """Start the log. `run`: name of this start of the job, the same on all ranks. `clock_offset_s`: see
+        TraceWriter."""
         self._run, self._rank = run, rank
         self._clock: Clock = SystemClock() if clock is None else clock
         self._clock_offset_s = clock_offset_s
         self._lock = threading.Lock()
         self._sequence = 0
         self.iteration = -1
-        """Stamped on what is logged without one; the training thread counts it up."""
+        """Iteration stamped on events that are logged without one; set by the training thread."""
         stamped_start = self._stamped(start, None)
 
         def write_all(events: Iterator[StampedEvent]) -> None:
@@ -158,7 +159,7 @@ class EventLog:
         self._writer = BackgroundWriter(what, write_all, limit=QUEUED_EVENTS)
 
     def log(self, event: Event, iteration: int | None = None) -> None:
-        """Write an event that happened now, in `iteration` if not in the present one; returns at once."""
+        """Write an event that happened now; returns at once. `iteration`: if it is not the current one."""
         with self._lock:  # so that lines are in the order of their numbers
             self._writer.put(self._stamped(event, iteration))
 
@@ -180,7 +181,7 @@ class EventLog:
 
 
 class Damage(NamedTuple):
-    """Damage of a file, or with one line of it."""
+    """Damage of a file, or of one of its lines."""
 
     path: Path
     why: str
@@ -191,16 +192,15 @@ class Damage(NamedTuple):
 
     @property
     def of_line(self) -> str:
-        """The same without the file's name."""
+        """The damage without the file's name."""
         return self.why if self.line is None else f"line {self.line}: {self.why}"
 
 
 def read_events(directory: Path | str, damage: Callable[[Damage], object] | None = None) -> list[StampedEvent]:
-    """The events of all ranks of the latest run in `directory`, by time; empty if there are none.
+    """Read the events of all ranks of the latest run in `directory`, by time; empty if there are none.
 
-    A last line that its rank could not finish is left out. Where `damage` is given, all other lines that are no event
-    are left out, too, and it is called with what is wrong with each; else they raise EventLogError. Raises OSError if a
-    file cannot be read.
+    An incomplete last line of a rank is left out. Other invalid lines raise EventLogError or, if `damage` is given,
+    are left out, and it is called with each. Raises OSError if a file cannot be read.
     """
     found: dict[tuple[str, int, int], StampedEvent] = {}
     for path in sorted(Path(directory).glob(FILE_PATTERN)):
@@ -216,7 +216,7 @@ def read_events(directory: Path | str, damage: Callable[[Damage], object] | None
 
 
 def read_event_file(path: Path, damage: Callable[[Damage], object] | None = None) -> Iterator[StampedEvent]:
-    """The events of one file, of all runs in it. `damage`, and what is raised: as `read_events`."""
+    """Read the events of one file, of all runs in it. `damage` and errors: see `read_events`."""
     if is_no_file(path):
         problem = Damage(path, "is no file")
         if damage is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say events and findings in plain words, for the log, `adaptra status`, the report and the analysis.
+"""Word events and findings, for the log, `adaptra status`, the report and the analysis.
 
-The detector judges each direction and each path of each pipeline's link apart; a cable that turns slow shows in all of
-them, in every replica and lane. Findings of links that share their way between two hosts are one finding: the hosts,
-ranks and replicas that it touches, and what it costs. Text only: the page that shows it escapes it.
+The detector judges each direction and each path of each pipeline's link separately. If a cable becomes slow, all of
+these show it, in every replica and lane. So findings on links between the same two hosts are worded as one, with their
+hosts, ranks, replicas and cost. The result is plain text; a page escapes it.
 """
 
 from __future__ import annotations
@@ -38,53 +38,53 @@ from adaptra_megatron.telemetry.events.events import (
 )
 
 RECENT = 16
-"""Iterations whose median stands for what they take."""
+"""Number of iterations whose median counts as their duration."""
 MEASURABLE = 0.01
-"""Share of an iteration below which nothing is said to cost time."""
+"""Share of an iteration below which no cost is named."""
 MOST_PAIRS = 3
 """Pairs of hosts that a line names."""
 
 
 class Cable(NamedTuple):
-    """Connection of two hosts; within one host, or where hosts are not known, between two stages."""
+    """Connection of two hosts or, within a host or if hosts are unknown, of two stages."""
 
     hosts: tuple[str, ...]
     ends: tuple[int, ...]
-    """The stages; none where two hosts tell it."""
+    """The stages; empty if two hosts identify it."""
 
 
 class CableCost(NamedTuple):
-    """Seconds of an iteration, by the median."""
+    """Median seconds of an iteration, before and since a change."""
 
     before_s: float
     now_s: float
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that it costs in each iteration."""
+        """Seconds that it costs in each iteration."""
         return max(0.0, self.now_s - self.before_s)
 
     @property
     def share(self) -> float:
-        """The same as a part of the iteration, 0..1."""
+        """The cost as a share of the iteration, 0..1."""
         return self.seconds / self.now_s if self.now_s > 0.0 else 0.0
 
 
 def ends_of(event: LinkDetection) -> tuple[int, int]:
-    """The two stages of a link, the lower one first."""
+    """Return the two stages of a link, the lower one first."""
     return min(event.source, event.target), max(event.source, event.target)
 
 
 def cable_of(event: LinkDetection) -> Cable:
-    """The cable that the messages of a link take."""
+    """Return the cable that a link's messages take."""
     if event.source_host and event.target_host and event.source_host != event.target_host:
         return Cable(tuple(sorted((event.source_host, event.target_host))), ())
     return Cable((event.source_host,) if event.source_host else (), ends_of(event))
 
 
 def cost_since(seconds: Mapping[int, float], since: int) -> CableCost | None:
-    """Return what iterations took before iteration `since` and take since then. `seconds`: by iteration, in ascending
-    order. None where one of them is not known."""
+    """Return the cost of a change in iteration `since`; None if iterations before or after it are unknown. `seconds`:
+    durations by iteration, ascending."""
     before = [each for at, each in seconds.items() if at < since][-RECENT:]
     after = [each for at, each in seconds.items() if at >= since][-RECENT:]
     return CableCost(median(before), median(after)) if before and after else None
@@ -100,9 +100,9 @@ def finding_text(
     *,
     brief: bool = False,
 ) -> str:
-    """Say what is slow, late or dead, since which iteration and why, what else that touches and what it costs.
+    """Return a sentence on what is slow, late or dead: since when, why, where, and its cost.
 
-    Costs of less than MEASURABLE are left out. `brief`: numbers as in the training's log.
+    Costs below MEASURABLE are left out. `brief`: numbers as in the training's log.
     """
     text = f"{what} is {state}{'' if since is None else f' since iteration {since}'}: {reason}"
     text += f"; {touched}" if touched else ""
@@ -117,23 +117,23 @@ def finding_text(
 
 
 def percent(share: float) -> str:
-    """A share as a percentage, with one digit behind the point below 10 %."""
+    """Format a share as a percentage, with one decimal below 10 %."""
     return f"{share:.1%}" if 0.0 < share < 0.0995 else f"{share:.0%}"
 
 
 def link_name(link: tuple[int, int]) -> str:
-    """Such as "3→4"."""
+    """Format a link, such as "3→4"."""
     return f"{link[0]}→{link[1]}"
 
 
 def place_of_stage(event: StageDetection) -> str:
-    """Rank and host of a slow stage, such as "rank 5 on node2"; "" where they are not known."""
+    """Return rank and host of a slow stage, such as "rank 5 on node2"; "" if unknown."""
     return "" if event.stage_rank is None else f"rank {event.stage_rank} on {event.host}"
 
 
 def links_in_words(events: Iterable[LinkDetection], both: str = "<->", one: str | None = None) -> str:
-    """Such as "link 1<->2", "link 1->2, host path,", "links 0<->3 and 1<->2". `one`: between the ends of a link of
-    which one direction is meant; None: the same."""
+    """Name links, such as "link 1<->2", "link 1->2, host path,", "links 0<->3 and 1<->2". `one`: arrow for a link with
+    findings in one direction only; None: use `both`."""
     events = list(events)
     directions: dict[tuple[int, int], set[int]] = defaultdict(set)
     for event in events:
@@ -148,7 +148,7 @@ def links_in_words(events: Iterable[LinkDetection], both: str = "<->", one: str 
 
 
 def touched_in_words(events: Iterable[LinkDetection]) -> str:
-    """Hosts, ranks, RNICs, replicas and lanes; "" where they are not known."""
+    """List hosts, ranks, RNICs, replicas and lanes of links; "" if unknown."""
     ends: dict[tuple[str, ...], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     rnics: dict[str, set[str]] = defaultdict(set)
     replicas, lanes = set[int](), set[int]()
@@ -176,7 +176,7 @@ def touched_in_words(events: Iterable[LinkDetection]) -> str:
 
 
 def numbers_in_words(what: str, numbers: Collection[int]) -> str:
-    """Such as "rank 3", "ranks 0-3, 8"."""
+    """Format numbers, such as "rank 3", "ranks 0-3, 8"."""
     ordered = sorted(numbers)
     starts = [0, *(at for at, (one, next_) in enumerate(pairwise(ordered), 1) if next_ != one + 1), len(ordered)]
     spans = [(ordered[begin], ordered[end - 1]) for begin, end in pairwise(starts)]
@@ -185,7 +185,7 @@ def numbers_in_words(what: str, numbers: Collection[int]) -> str:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """A, B and C."""
+    """Join parts, such as "A, B and C"."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -199,7 +199,7 @@ def _host_in_words(host: str, ranks: Collection[int], rnics: Collection[str]) ->
 
 
 def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, str]:
-    """Return what happened, and why. `alike`: all findings of links that one row stands for, `event` among them."""
+    """Return what happened, and why. `alike`: all findings of links in the same row, `event` included."""
     if isinstance(event, LinkDetection):
         name = links_in_words(alike or [event], "↔", "→")
         touched = touched_in_words(alike)
@@ -299,12 +299,12 @@ def _predicted(seconds: float, present_s: float | None, what: str) -> str:
 
 
 def change_of_seconds(before_s: float, after_s: float) -> str:
-    """Such as "1.55 s → 2.05 s"."""
+    """Format a change, such as "1.55 s → 2.05 s"."""
     return f"{duration(before_s)} → {duration(after_s)}"
 
 
 def duration(seconds: float) -> str:
-    """Three digits, in the unit that suits."""
+    """Format seconds with three digits, in a suitable unit."""
     if seconds >= 99.95:
         return f"{seconds:,.0f} s"
     if seconds >= 0.9995:
@@ -315,7 +315,7 @@ def duration(seconds: float) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """How long ago something was, in the largest unit of which there are two."""
+    """Format an age, in the largest unit that gives at least 2."""
     for unit, size_s in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:.0f} {unit}"
@@ -323,7 +323,7 @@ def age_text(seconds: float) -> str:
 
 
 def memory_text(event: MemoryWanted) -> str:
-    """Return what more memory would buy."""
+    """Describe how much faster plans with more memory would be."""
     what = "the way through the pipeline" if event.source is None else f"link {event.source}<->{event.target}"
     given = ", ".join(f"{cap} would give {short_duration(seconds)}" for cap, seconds in event.caps.items())
     return (
@@ -333,7 +333,7 @@ def memory_text(event: MemoryWanted) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """Milliseconds, or seconds above ten: in lines of the training's log."""
+    """Format seconds for the training's log: in milliseconds, or in seconds from 10 s."""
     if seconds >= 10.0:
         return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the events of a run, one class for each kind, and the JSON line that says so.
+"""Define the events of a run, one class per kind, and their encoding as lines of JSON.
 
-A line is one flat object: the stamp (`run`, `rank`, `sequence`, `iteration`, `wall_s`, `monotonic_s`), `event` with the
-kind's name, and the kind's own fields. Names of kinds and fields are an interface: add, never rename.
+A line is one flat object: the stamp (`run`, `rank`, `sequence`, `iteration`, `wall_s`, `monotonic_s`), `event` with
+the kind's name, and the kind's own fields. Names of kinds and fields are an interface: add, never rename.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 
 class EventError(ValueError):
-    """A line that is no event of this format; the message says what is wrong with it."""
+    """A line that is no event of this format. Says what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class Stamp:
     """Place and time of an event."""
 
     run: str
-    """Same on all ranks of one start of the job, new each time."""
+    """Name of this start of the job, the same on all ranks."""
     rank: int
     sequence: int
-    """Counts the events of this rank in this run, from 0."""
+    """Number of the event among those of this rank in this run, from 0."""
     iteration: int
-    """The training iteration that ran, counted from the start of this process; -1 before the first."""
+    """The current training iteration, counted from the start of this process; -1 before the first."""
     wall_s: float
     """Seconds since the epoch, by the rank's own host."""
     monotonic_s: float
@@ -42,11 +42,11 @@ class Stamp:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """First in every file, and again at the head of a file that continues one."""
+    """The run started. First event of every file, also of a file that continues one."""
 
     name: ClassVar[str] = "run_started"
     layout: Mapping[str, int]
-    """Sizes, such as stages, chunks, world_size; and the replica that the rank belongs to, with plans of its own."""
+    """Sizes, such as stages, chunks, world_size; and the rank's replica, if replicas have plans of their own."""
     versions: Mapping[str, str]
     """By package."""
     config: Mapping[str, Any]
@@ -57,7 +57,7 @@ class RunStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded:
-    """The rank closed the pipeline in an orderly way; a run that was killed has none."""
+    """The rank ended in an orderly way. Missing if it was killed."""
 
     name: ClassVar[str] = "run_ended"
     reason: str
@@ -65,7 +65,7 @@ class RunEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkDetection:
-    """The detector finds a directed link in another state."""
+    """The detector finds that the state of a directed link, or its level, has changed."""
 
     name: ClassVar[str] = "link"
     source: int
@@ -75,27 +75,27 @@ class LinkDetection:
     after: str
     reason: str
     reason_parts: Reason = ()
-    """The same with iterations as numbers, and the evidence nested; as in the other events with a reason."""
+    """The reason in parts: iterations are numbers, and the evidence is nested. Other events have the same field."""
     latency_s: float | None = None
-    """Estimates behind it, where there are any."""
+    """Estimated latency and bandwidth, if known."""
     bandwidth_bytes_s: float | None = None
     path: str | None = None
-    """"device" or "host", where it is known which one is meant."""
+    """"device" or "host", if known."""
     pipeline: int | None = None
-    """Which of the job's parallel pipelines, by its first global rank."""
+    """First global rank of the pipeline."""
     since_iteration: int | None = None
-    """The first iteration that showed the change, where that is known."""
+    """First iteration that showed the change, if known."""
     replica: int | None = None
-    """The pipeline's."""
+    """Replica of the pipeline."""
     lane: int | None = None
-    """Index of the pipeline among those of its replica."""
+    """Index of the pipeline within its replica."""
     source_rank: int | None = None
-    """Global rank of the sender, as the others below where the job's layout is known."""
+    """Global rank of the sender. This and the following fields are set if the job's layout is known."""
     target_rank: int | None = None
     source_host: str = ""
     target_host: str = ""
     source_rnics: Sequence[str] = ()
-    """RDMA devices that the sender's host path takes, or would."""
+    """RDMA devices that the sender's host path uses, or would use."""
     target_rnics: Sequence[str] = ()
 
 
@@ -110,21 +110,21 @@ class StageDetection:
     reason: str
     reason_parts: Reason = ()
     slow_down: float | None = None
-    """Compute time now over compute time when healthy."""
+    """Seconds of an action now relative to those when healthy."""
     pipeline: int | None = None
-    """Which of the job's parallel pipelines, by its first global rank."""
+    """First global rank of the pipeline."""
     since_iteration: int | None = None
-    """The first iteration that showed the change, where that is known."""
+    """First iteration that showed the change, if known."""
     replica: int | None = None
-    """The pipeline's."""
+    """Replica of the pipeline."""
     stage_rank: int | None = None
-    """Global rank, where the job's layout is known."""
+    """Global rank, if the job's layout is known."""
     host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerDetection:
-    """A data-parallel replica comes last to gradient synchronisation from now on, or does not any more; or a cause of
+    """A data-parallel replica comes last to gradient synchronisation from now on, or no longer does; or a cause of
     that has been found. Logged by the job's lowest rank."""
 
     name: ClassVar[str] = "straggler"
@@ -133,63 +133,63 @@ class StragglerDetection:
     """"healthy" or "late"."""
     after: str
     reason: str
-    """By how much, how often, what it costs, and why."""
+    """Seconds, frequency, cost and causes, as text."""
     remedy: str = ""
-    """What to do."""
+    """What to do, as text."""
     stage: int | None = None
-    """The stage that the others wait for, as far as it is known."""
+    """The stage that the others wait for, if known."""
     first_rank: int | None = None
-    """That of the stage."""
+    """First rank of that stage's cell."""
     host: str | None = None
     lag_s: float | None = None
-    """By which it comes after most others, the median."""
+    """Median seconds that it comes after most others."""
     last: int | None = None
-    """In how many of the latest `of` iterations it was the last one."""
+    """Number of the latest `of` iterations in which it came last."""
     of: int | None = None
     share: float | None = None
-    """Part of an iteration, 0..1, that would be saved if it came with the others."""
+    """Share of an iteration, 0..1, that would be saved if it came with the others."""
     causes: Sequence[str] = ()
     """Kinds, the likeliest first: data, cpu, cpu_stolen, cpu_limit, cpu_queue, network, memory, gpu, compute."""
     since_iteration: int | None = None
-    """Iteration since which it is late nearly always."""
+    """Iteration since when it is late nearly always."""
 
     def describe(self) -> str:
-        """The replica and whom the others wait for, such as "replica 5 (stage 2, rank 21 on node7)"."""
+        """Name the replica and the cell that the others wait for, such as "replica 5 (stage 2, rank 21 on node7)"."""
         place = "" if self.first_rank is None else f" (stage {self.stage}, rank {self.first_rank} on {self.host})"
         return f"replica {self.replica}{place}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalsSeen:
-    """Recent arrivals of all cells at gradient synchronisation; at each finding, and now and then."""
+    """Recent arrivals of all cells at gradient synchronisation. Logged with each finding, and periodically."""
 
     name: ClassVar[str] = "arrivals"
     until: int
-    """The latest of the iterations that this is about."""
+    """The latest of these iterations."""
     iterations: int
     lags_s: Sequence[Sequence[float]]
-    """By stage and replica: by how much it came after most others, the median; negative where it came before them."""
+    """By stage and replica: median seconds that it came after most others; negative if it came before them."""
     last: Sequence[Sequence[int]]
-    """By stage and replica: in how many of these iterations it was the last one."""
+    """By stage and replica: number of these iterations in which it came last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMade:
-    """The leader has computed a plan. `number` stays the running one's where it was not worth a switch."""
+    """The leader has computed a plan. If it is not worth a switch, `number` is that of the current plan."""
 
     name: ClassVar[str] = "plan"
     number: int
     adopted: bool
     reason: str
-    """Why one was computed."""
+    """Why a plan was computed."""
     reason_parts: Reason = ()
     memory: str = ""
-    """What of it is about the memory that orders take."""
+    """The part of the reason that concerns memory."""
     findings: int = 0
-    """Number of the detector's findings that it answers."""
+    """Number of the detector's findings behind it."""
     predicted_s: float
     current_predicted_s: float | None
-    """Seconds of an iteration in the running order, at the same costs; None if unknown."""
+    """Predicted seconds of an iteration in the current order, at the same costs; None if unknown."""
     lower_bound_s: float | None = None
     planning_s: float | None = None
     costs: Mapping[str, Any] = field(default_factory=dict)
@@ -198,23 +198,24 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryWanted:
-    """The plan is as fast as memory allows; with more of it a faster one would do. Logged once per plan."""
+    """Memory limits the plan: with more memory, a faster plan would be possible. Logged once per plan."""
 
     name: ClassVar[str] = "memory"
     held: float
-    """Activations that a stage may hold, of the one that may hold most."""
+    """Activations that a stage may hold: the largest cap."""
     predicted_s: float
-    """Seconds of an iteration within these."""
+    """Predicted seconds of an iteration within the caps."""
     caps: Mapping[str, float]
-    """By number of activations: seconds of an iteration if every stage might hold so many, each worth its memory."""
+    """Seconds of an iteration by number of activations that every stage might hold; only numbers that are worth their
+    memory."""
     source: int | None = None
-    """The link that cannot be hidden; null where it is no link that costs the time."""
+    """The link whose time cannot be hidden; null if no link is the cause."""
     target: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyChanged:
-    """A user has asked the running job for another policy, as a part of plan `number`."""
+    """A user has asked the running job for another policy. Takes effect with plan `number`."""
 
     name: ClassVar[str] = "policy"
     number: int
@@ -225,7 +226,7 @@ class PolicyChanged:
 
 @dataclass(frozen=True, kw_only=True)
 class PathChosen:
-    """The leader has decided that a directed link is to take another path, as a part of plan `number`."""
+    """The leader has chosen another path for a directed link. Takes effect with plan `number`."""
 
     name: ClassVar[str] = "path_choice"
     number: int
@@ -237,17 +238,17 @@ class PathChosen:
     reason: str
     reason_parts: Reason = ()
     pipeline: int | None = None
-    """Which of the job's parallel pipelines, by its first global rank."""
+    """First global rank of the pipeline."""
     message_s: Mapping[str, Any] = field(default_factory=dict)
     """By path: predicted seconds that a message costs the pipeline; null on a dead path."""
     gain_s: float | None = None
-    """Predicted, per message; None where one of the paths is dead."""
+    """Predicted seconds saved per message; None if one of the paths is dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutesChosen:
-    """The leader has decided that micro-batches are to take other routes between replicas, as a part of plan `number`.
-    Without `moved`, each stays in its replica."""
+    """The leader has chosen other routes of micro-batches between replicas. Takes effect with plan `number`. Without
+    `moved`, each micro-batch stays in its replica."""
 
     name: ClassVar[str] = "routes"
     number: int
@@ -255,16 +256,16 @@ class RoutesChosen:
     reason_parts: Reason = ()
     predicted_s: float | None = None
     current_predicted_s: float | None = None
-    """What the present routes would take."""
+    """Predicted seconds of an iteration with the present routes."""
     lower_bound_s: float | None = None
     slow: Mapping[str, float] = field(default_factory=dict)
-    """Cells ("replica.stage") that straggle, and how many times as long they take as the fastest of their stage."""
+    """Straggling cells ("replica.stage"), each with its time relative to the fastest cell of its stage."""
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """By cell: its speed as a share of that of the fastest of its stage."""
+    """By cell: speed relative to the fastest cell of its stage."""
     micro_batches: int | None = None
-    """Number of micro-batches of each replica in an iteration."""
+    """Micro-batches of each replica in an iteration."""
     moved: Sequence[Sequence[int]] = ()
-    """Stage, replica of the micro-batches, replica of the cell that computes them, and how many in an iteration."""
+    """Lists of stage, replica of the micro-batches, replica that computes them, number of them in an iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,40 +275,41 @@ class PlanSwitched:
     name: ClassVar[str] = "switch"
     number: int
     before: int
-    """The plan it replaces; 0 is stock's order."""
+    """The plan before; 0 is stock's order."""
     predicted_s: float | None = None
     before_predicted_s: float | None = None
     before_measured_s: float | None = None
-    """Median of the iterations just before."""
+    """Median seconds of the iterations just before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchMeasured:
-    """Measured gain of a switch, said some iterations after it."""
+    """Measured gain of a switch, logged some iterations after it."""
 
     name: ClassVar[str] = "gain"
     number: int
     before_measured_s: float
     after_measured_s: float
     iterations: int
-    """The median is over so many."""
+    """Number of iterations behind the median."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationsTimed:
-    """Durations of training iterations in a row, by the leading rank: of all of them, also where none is traced."""
+    """Durations of consecutive training iterations, logged by the leader for all iterations, traced or not."""
 
     name: ClassVar[str] = "times"
     first: int
-    """Iteration of the first one."""
+    """Number of the first iteration."""
     seconds: Sequence[float]
     step: int | None = None
-    """Megatron's number of the first one, from 1 and over restarts; the others follow without a gap."""
+    """Megatron's number of the first iteration, from 1 and continued after restarts; the others follow without a
+    gap."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathChanged:
-    """Messages of a stage over a link go another way from now on."""
+    """From now on a stage's messages over a link take another path."""
 
     name: ClassVar[str] = "path"
     source: int
@@ -316,43 +318,43 @@ class PathChanged:
     after: str
     cause: str
     failover: bool
-    """Because the old path failed; False: because the plan says so, or the preferred one is back."""
+    """Whether the old path failed. If not, a plan decided it, or the preferred path has recovered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksLost:
-    """Ranks have failed, and training goes on without them. Logged by the lowest live rank."""
+    """Ranks have failed, and training continues without them. Logged by the lowest live rank."""
 
     name: ClassVar[str] = "lost"
     epoch: int
     """Number of the new generation."""
     ranks: Mapping[str, str]
-    """Each rank that failed, in words, and how it ended."""
+    """By failed rank, as text: how it ended."""
     dead_cells: Sequence[str] = ()
-    """All so far, as "replica.stage"."""
+    """All dead cells so far, as "replica.stage"."""
     live: int
-    """Number of ranks that go on."""
+    """Number of live ranks."""
     seconds: float
-    """From when the failure was detected until the interrupted iteration had been run again."""
+    """Seconds from the detection of the failure until the interrupted iteration was run again."""
     moved: Sequence[Sequence[int]] = ()
-    """What the routes since then move, as in `RoutesChosen`; empty where no training iteration has been planned yet."""
+    """Moves of the new routes, as in `RoutesChosen`; empty if no training iteration has been planned yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksReturned:
-    """Ranks that had failed were started again and have rejoined. Logged by the lowest live rank."""
+    """Failed ranks were restarted and have rejoined. Logged by the lowest live rank."""
 
     name: ClassVar[str] = "returned"
     epoch: int
     """Number of the new generation."""
     ranks: Sequence[str]
-    """In words."""
+    """The ranks, as text."""
     dead_cells: Sequence[str] = ()
     """Cells that are still dead, as "replica.stage"."""
     live: int
-    """Number of ranks that go on."""
+    """Number of live ranks."""
     seconds: float
-    """For how long the others waited."""
+    """Seconds that the other ranks waited."""
     moved: Sequence[Sequence[int]] = ()
     """As in `RanksLost`."""
 
@@ -394,14 +396,15 @@ _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in get_args(Event)}
 
 @dataclass(frozen=True, kw_only=True)
 class StampedEvent:
-    """An event with where and when."""
+    """An event with its place and time."""
 
     stamp: Stamp
     event: Event
 
 
 def encode(stamped: StampedEvent) -> str:
-    """One line of JSON, without its end. Infinite and undefined numbers become null: JSON has none.
+    """Encode an event as one line of JSON, without line end. Infinite and undefined numbers become null: JSON has
+    none.
 
     Raises TypeError or ValueError for a value that JSON cannot hold.
     """
@@ -410,7 +413,7 @@ def encode(stamped: StampedEvent) -> str:
 
 
 def decode(line: str) -> StampedEvent:
-    """Return what `encode` wrote. Fields that this version does not know are passed over. Raises EventError."""
+    """Decode a line of `encode`. Unknown fields are ignored. Raises EventError."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -426,7 +429,7 @@ def decode(line: str) -> StampedEvent:
 
 
 def short_reason(event: LinkDetection | StageDetection | PlanMade) -> str:
-    """A reason without the evidence behind it, which the event log has."""
+    """Return the reason without its evidence, which the event log has."""
     return reason_text(event.reason_parts or event.reason, 0)
 
 
@@ -435,7 +438,7 @@ def _fields_of(entry: Any) -> dict[str, Any]:
 
 
 def _build(kind: type[Any], document: Mapping[str, Any]) -> Any:
-    """A `kind` from the fields of `document` that it knows. Raises EventError."""
+    """Return a `kind` from the fields of `document` that it knows. Raises EventError."""
     hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
     known = {name: document[name] for name in hints if name in document}
     for name, value in known.items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log the leading rank's events in the training's own log: one line per thing that happened, in Megatron's numbers.
+"""Write the leader's events to the training's own log: one line each, with Megatron's iteration numbers.
 
-Everything is made from events, so the log, the event log and the report tell the same story.
+Lines are made from events alone, so that the log, the event log and the report agree.
 """
 
 from __future__ import annotations
@@ -41,56 +41,56 @@ from adaptra_megatron.telemetry.events.events import (
 
 Detection = LinkDetection | StageDetection
 Numbered = Callable[[int], int]
-"""Megatron's number of an iteration that is counted from the start of the process."""
+"""Returns Megatron's number of an iteration that is counted from the start of the process."""
 
 MOST_IN_A_ROW = 8
-"""Lines of findings, and lines of plans, before they are at most one a minute."""
+"""Lines of findings, and lines of plans, before each are limited to one a minute."""
 PATIENCE = 3
-"""Iterations that a finding must stand before it is said, unless a plan follows from it: what has gone by then was no
-news."""
+"""Iterations that a finding must last before it is logged, unless it leads to a plan: shorter ones do not matter."""
 
 
 class RunLog:
-    """Lines of one replica's leading rank. `take` is for any thread, the rest for the training thread.
+    """Log lines of one replica's leader. `take` is thread-safe; the rest is for the training thread.
 
-    What several directions, paths, lanes and replicas show of one cable is one line.
+    All findings on one cable (directions, paths, lanes, replicas) make one line.
     """
 
     def __init__(self, *, word: str = "", first: bool = True) -> None:
-        """`word`: before lines that are about this replica alone, such as "replica 3: ". `first`: this rank says what
-        is found in the whole job; other replicas' leading ranks say it to those who ask for debug lines."""
+        """Set up. `word`: prefix of lines that concern this replica alone, such as "replica 3: ". `first`: whether
+        this rank logs the findings of the whole job; leaders of other replicas log them at DEBUG."""
         self._word, self._first = word, first
         logger = logger_of(__name__)
         self._found, self._planned = RateLimitedLog(logger, MOST_IN_A_ROW), RateLimitedLog(logger, MOST_IN_A_ROW)
         # By cable (both directions and paths, all pipelines), stage or replica:
         self._unhealthy: dict[Hashable, dict[object, Detection]] = {}
-        """What is slow or dead, by direction, path and pipeline."""
+        """Findings that are slow or dead, by direction, path and pipeline."""
         self._latest: dict[Hashable, Detection] = {}
         self._said: dict[Hashable, str] = {}
         """State in the latest line."""
         self._changed: dict[Hashable, int] = {}
-        """Iteration since when the state is another one."""
+        """Iteration since when the state differs from that."""
         self._ends: dict[Hashable, str] = {}
-        """What the last line of the run says of it."""
+        """Text for the last line of the run."""
         self._pending: deque[tuple[Event, int | None]] = deque()
-        """With the replica, where that is another than this rank's."""
+        """Each with its replica; None for this rank's."""
         self._others: dict[int, PlanSwitched] = {}
-        """By replica, plans of others that no line has said."""
+        """By replica, plans of others that no line has reported yet."""
         self._others_since = 0
         self._reasons: dict[int, list[str]] = {}
-        """By plan number, of those that are not in force yet."""
+        """By plan number, for plans that do not run yet."""
         self._bounds_s: dict[int, float | None] = {}
         self._predicted_s: float | None = None
         self._gains = True
-        """Whether the plan in force is to be faster than the one before, and not only to hold less."""
+        """Whether the current plan is to be faster than the one before, and not only to hold less."""
         self._plans = 0
 
     def take(self, event: Event, replica: int | None = None) -> None:
-        """Keep `event` until the next `say`. `replica`: the one that it is of; None: this rank's."""
+        """Keep `event` until the next `say`. `replica`: its replica; None: this rank's."""
         self._pending.append((event, replica))
 
     def say(self, iteration: int, numbered: Numbered, seconds: Mapping[int, float] | None = None) -> None:
-        """Log what has happened since the last call; `iteration` runs now. `seconds`: what the latest ones took."""
+        """Log the events since the last call. `iteration`: the current one. `seconds`: durations of the latest
+        iterations."""
         if not self._pending and not self._changed and not self._others:
             return
         taken = [self._pending.popleft() for _ in range(len(self._pending))]
@@ -121,7 +121,8 @@ class RunLog:
         return level if self._first else logging.DEBUG
 
     def end(self, iterations: int, saved_s: float, reason: str, report: str) -> None:
-        """Log how the run went, in one line. `reason`: an error's text, or "". `report`: how to learn more, or ""."""
+        """Log how the run went, in one line. `reason`: text of an error, or "". `report`: command for more details, or
+        ""."""
         if not self._first:
             return
         parts = [f"{self._plans} plan{'' if self._plans == 1 else 's'}"]
@@ -133,7 +134,7 @@ class RunLog:
         logger_of(__name__).info("%s", f"{text}; {report}" if report else text)
 
     def _follow(self, found: Iterable[Detection], iteration: int) -> None:
-        """Note what is slow or dead now, and since when that is something else than what was said."""
+        """Update the findings, and since when each state differs from what was logged."""
         for event in found:
             name = cable_of(event) if isinstance(event, LinkDetection) else f"stage {event.stage}"
             places = self._unhealthy.setdefault(name, {})
@@ -147,8 +148,8 @@ class RunLog:
                 self._changed.setdefault(name, iteration)
 
     def _alike(self, names: Iterable[Hashable]) -> list[list[Hashable]]:
-        """Return those that one line names: links between the same stages whose states are alike. They are taken out
-        of what has changed."""
+        """Group names that share a line: links between the same stages in the same state. Removes them from the
+        changes."""
         found: dict[object, list[Hashable]] = {}
         for name in names:
             del self._changed[name]
@@ -158,7 +159,7 @@ class RunLog:
         return list(found.values())
 
     def _events(self, name: Hashable) -> list[Detection]:
-        """Return what is unhealthy there; where nothing is, what was found last."""
+        """Return the unhealthy findings of `name`; the latest finding if all are healthy."""
         return list(self._unhealthy[name].values()) or [self._latest[name]]
 
     def _state(self, name: Hashable) -> str:
@@ -166,7 +167,7 @@ class RunLog:
         return next((state for state in ("dead", "slow") if state in states), "healthy")
 
     def _finding(self, names: Sequence[Hashable], numbered: Numbered, seconds: Mapping[int, float]) -> tuple[int, str]:
-        """Level and text of one line about what is in the same state."""
+        """Return level and text of one line about `names`, which are in the same state."""
         events = sorted((event for name in names for event in self._events(name)), key=_since)
         state = self._state(names[0])
         first = _since(events[0])
@@ -185,8 +186,8 @@ class RunLog:
         return logging.WARNING, finding_text(what, state, at, reason, touched, cost, brief=True)
 
     def _straggler(self, event: StragglerDetection, numbered: Numbered) -> tuple[int, str]:
-        """Level and text of a line about a replica, which is not the one that says it. What is found of one has stood
-        for many iterations."""
+        """Return level and text of a line about a straggling replica, which is not delayed: it lasts for many
+        iterations already."""
         name, since = f"replica {event.replica}", ""
         if event.since_iteration is not None:
             since = f" since iteration {numbered(event.since_iteration)}"
@@ -198,7 +199,7 @@ class RunLog:
         return logging.WARNING, f"{text}; {event.remedy}" if event.remedy else text
 
     def _plan_lines(self, events: Iterable[Event]) -> Iterator[str]:
-        """Lines of plans that are in force from now on, and of what they turned out to take."""
+        """Yield lines about new plans, and about the time that the last one takes."""
         for event in events:
             if isinstance(event, PlanMade | PathChosen | RoutesChosen | PolicyChanged):
                 self._remember(event)
@@ -214,7 +215,7 @@ class RunLog:
                 )
 
     def _remember(self, event: PlanMade | PathChosen | RoutesChosen | PolicyChanged) -> None:
-        """Note why the next plan is another one."""
+        """Note why the next plan differs."""
         reasons = self._reasons.setdefault(event.number, [])
         if isinstance(event, PolicyChanged):
             reasons.append(f"policy {event.after}, as asked for, instead of {event.before}")
@@ -250,7 +251,7 @@ class RunLog:
 
 
 def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
-    """Return the clause about the new plans of other replicas, as for the log."""
+    """Return the clause about new plans of other replicas."""
     text = f"{numbers_in_words('replica', others)}: other plans in force"
     expected = [(each.predicted_s, each.before_predicted_s) for each in others.values()]
     known = [(after_s, before_s) for after_s, before_s in expected if after_s is not None and before_s is not None]
@@ -261,7 +262,7 @@ def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
 
 
 def _hosts_of_stage(events: Iterable[Detection]) -> str:
-    """Return where a stage runs; "" where that is not known."""
+    """Return ranks and hosts of a stage, as text; "" if unknown."""
     places: dict[str, set[int]] = {}
     for event in events:
         if isinstance(event, StageDetection) and event.stage_rank is not None:
@@ -271,19 +272,19 @@ def _hosts_of_stage(events: Iterable[Detection]) -> str:
 
 
 def _since(event: Detection) -> int:
-    """-1: it is not known."""
+    """Return the first iteration of the change; -1 if unknown."""
     return -1 if event.since_iteration is None else event.since_iteration
 
 
 def _place(event: Detection) -> object:
-    """Tells findings of one name apart."""
+    """Return a key that distinguishes findings of one name."""
     if isinstance(event, StageDetection):
         return event.pipeline
     return event.source, event.target, event.pipeline, event.path
 
 
 def _pipelines(events: Sequence[Detection]) -> str:
-    """Return which of the job's pipelines a line is about, where it is not the first one alone."""
+    """Name the pipelines of a line, unless it is only the first one."""
     pipelines = {event.pipeline or 0 for event in events}
     if len(pipelines) > 1:
         return f" of {len(pipelines)} pipelines"

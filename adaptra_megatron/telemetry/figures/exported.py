@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of one rank, as Prometheus and OpenTelemetry get them.
+"""Export the metrics of one rank to Prometheus and OpenTelemetry.
 
 The Prometheus endpoint is off unless a port is given. It needs prometheus_client (`pip install
-'adaptra-megatron[metrics]'`), imported when it is opened. It serves no secret and takes no input, but all that reaches
-the port can read it: it is bound to this host alone unless another address is given.
+'adaptra-megatron[metrics]'`), imported when it is opened. It serves no secret and takes no input, but anyone who can
+reach the port can read it. By default it only listens on this host's loopback address.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _Values = Mapping[tuple[str, ...], float]
 
 
 class MetricSpec(NamedTuple):
-    """One metric."""
+    """Definition of one metric."""
 
     meaning: str
     labels: tuple[str, ...] = ()
-    """Its own; the endpoint adds those of its own."""
+    """Its own labels, without those of the rank or the job."""
     counter: bool = False
-    """Counters are served with `_total` behind their name; all others are gauges."""
+    """Counters are exported with `_total` appended to the name; all others are gauges."""
     of_job: bool = False
-    """Served by the leading rank of a replica alone, and labelled with that replica instead of rank and stage."""
+    """Exported only by the leader of a replica, and labelled with the replica instead of rank and stage."""
 
 
 _LINK, _CELL, _STAGE = ("from", "to", "from_host", "to_host"), ("of_replica", "of_stage"), ("of_stage",)
@@ -106,15 +106,15 @@ class Samples(NamedTuple):
     """All values of one metric."""
 
     name: str
-    """In METRICS."""
+    """Key in METRICS."""
     labels: tuple[str, ...]
-    """Names of labels, those of the rank or of the job first."""
+    """Names of the labels, those of the rank or the job first."""
     values: Mapping[tuple[str, ...], float]
     """By the values of these labels."""
 
 
 class ExportedFigures:
-    """Figures that were shown last. Written by the training thread, read by others."""
+    """The latest figures. The training thread sets them, other threads export them."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class ExportedFigures:
         info: Mapping[str, str] | None = None,
         stage_hosts: Sequence[str] = (),
     ) -> None:
-        """`labels` are on metrics of the rank, such as rank and stage, `job_labels` on those of the job. `info`: values
-        of the labels of `adaptra_info`. `stage_hosts`: where each stage runs."""
+        """Set up. `labels`: of the rank's metrics, such as rank and stage. `job_labels`: of the job's metrics. `info`:
+        values of the labels of `adaptra_info`. `stage_hosts`: host of each stage."""
         self._labels, self._job_labels = dict(labels or {}), dict(job_labels or {})
         self._info = {name: (info or {}).get(name, "") for name in METRICS["adaptra_info"].labels}
         self._snapshot: _Snapshot | None = None
@@ -142,14 +142,14 @@ class ExportedFigures:
         leader: LeaderFigures | None = None,
         arrivals: ArrivalFigures | None = None,
     ) -> None:
-        """Replace the exported figures. `iterations`: number of finished iterations. `job`: None keeps the last
-        ones; only a leader, which passes `leader`, exports them. `arrivals`: of the rank that finds stragglers."""
+        """Replace the exported figures. `iterations`: number of finished iterations. `job`: None keeps the last ones;
+        only a leader, which passes `leader`, exports them. `arrivals`: of the rank that finds stragglers."""
         kept = self._snapshot.job if self._snapshot is not None else JobFigures()
         shown = kept if job is None else job
         self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader, arrivals=arrivals)
 
     def samples(self) -> Iterator[Samples]:
-        """Yield the present value of every metric; none before the first iteration has ended."""
+        """Yield the present value of every metric; nothing before the end of the first iteration."""
         snapshot = self._snapshot
         if snapshot is None:
             return
@@ -200,7 +200,7 @@ class ExportedFigures:
                 yield self._samples("adaptra_routes_predicted_gain_seconds", {(): gain_s})
 
     def _of_leader(self, leader: LeaderFigures) -> Iterator[Samples]:
-        """Return what the plan promises and has brought, and what the detector says of stages."""
+        """Yield the times that plans predict and have saved, and the states of stages."""
         if leader.predicted_s is not None:
             yield self._samples("adaptra_predicted_seconds", {(): leader.predicted_s})
         if leader.lower_bound_s is not None:
@@ -212,7 +212,7 @@ class ExportedFigures:
         yield self._samples("adaptra_stage_state", states)
 
     def _lost(self, lost: FailureMetrics) -> Iterator[Samples]:
-        """Yield the ranks and cells that have failed, and what that cost."""
+        """Yield the failed ranks and cells, and the seconds that each failure cost."""
         yield self._samples("adaptra_dead_cells", {(): len(lost.dead_cells)})
         yield self._samples("adaptra_ranks_lost", {(): lost.ranks})
         yield self._samples("adaptra_cell_dead", {tuple(map(str, cell)): 1.0 for cell in lost.dead_cells})
@@ -226,14 +226,14 @@ class ExportedFigures:
 
 
 class PrometheusError(RuntimeError):
-    """The endpoint cannot be opened; names the flag or the package and the remedy."""
+    """The endpoint cannot be opened. Names the flag or the package, and the remedy."""
 
 
 class PrometheusEndpoint:
     """Serves figures at http://ADDRESS:PORT/metrics, from a thread of its own."""
 
     def __init__(self, figures: ExportedFigures, port: int, address: str = "127.0.0.1") -> None:
-        """`port` 0 takes any free one. Raises PrometheusError."""
+        """Open the endpoint. `port`: 0 for any free one. Raises PrometheusError."""
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
@@ -263,7 +263,7 @@ class PrometheusEndpoint:
         self._thread.join(timeout=5.0)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks for at each request."""
+        """Yield the metrics, for prometheus_client at each request."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, labels, values in self._figures.samples():

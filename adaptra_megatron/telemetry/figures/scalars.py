@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's figures per iteration, for TensorBoard and Weights & Biases through the writers that Megatron has made.
+"""Figures of each iteration, for the TensorBoard and Weights & Biases writers that Megatron creates.
 
-Megatron has its writers on the last rank alone; links and bubbles are known to the leader. So a rank's own figures and
-the job's travel apart: the leader sends `JobFigures` along with its decisions, and a rank that has a writer shows both.
+Megatron creates its writers only on the last rank, whereas only the leader knows links and bubbles. So the leader
+sends `JobFigures` with its decisions, and a rank with a writer shows these and its own.
 """
 
 from __future__ import annotations
@@ -18,66 +18,66 @@ logger = logger_of(__name__)
 
 MEGATRON_VARIABLES = "megatron.training.global_vars"
 LINKS_SHOWN = 16
-"""A curve per link (or stage) is for pipelines with no more than so many; the slowest link is shown always."""
+"""Most links (or stages) for which each has a curve; the slowest link always has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFigures:
-    """The leader's estimates of one directed link."""
+    """The leader's estimates for one directed link."""
 
     latency_s: float
     bandwidth_bytes_s: float | None = None
-    """None while it is not known."""
+    """None if unknown."""
     state: str = "healthy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFigures:
-    """Memory of a stage, in the replica that has the least room."""
+    """Memory of a stage, in the replica with the least room."""
 
     activation_nbytes: float
     """Bytes of the activations of one micro-batch of one chunk."""
     free_nbytes: float
-    """Left when the stage held most."""
+    """Free bytes when the stage held most."""
     cap: float
-    """Activations that plans may have it hold."""
+    """Activations that plans allow it to hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellFigures:
-    """One stage of one replica, where micro-batches may be routed between replicas."""
+    """One stage of one replica, in a job that may route micro-batches between replicas."""
 
     speed: float
-    """Share of the speed of the fastest cell of its stage, 0..1."""
+    """Speed relative to the fastest cell of its stage, 0..1."""
     given: int = 0
-    """Micro-batches of an iteration that other replicas' cells compute for it."""
+    """Micro-batches per iteration that other replicas' cells compute for it."""
     taken: int = 0
-    """Micro-batches of other replicas that it computes in an iteration."""
+    """Micro-batches of other replicas that it computes per iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteFigures:
-    """Routes of micro-batches between replicas, as the leader has decided on them."""
+    """The leader's routes of micro-batches between replicas."""
 
     cells: Mapping[tuple[int, int], CellFigures]
-    """By replica and stage; in large jobs those alone that straggle, give or take."""
+    """By replica and stage; in large jobs only those that straggle or are rerouted."""
     predicted_gain_s: float | None = None
-    """Seconds of an iteration by which the present routes are faster than those before; None where nothing is routed,
-    or the routes are an earlier leader's."""
+    """Seconds of an iteration that the present routes save, as predicted; None if nothing is routed, or an earlier
+    leader chose them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalFigures:
-    """Arrivals of data-parallel replicas at gradient synchronisation, as the job's lowest rank has found."""
+    """Arrivals of data-parallel replicas at gradient synchronisation, found by the job's lowest rank."""
 
     lags_s: Sequence[Sequence[float]]
-    """By stage and replica: by how much it comes after most others, the median of the latest iterations."""
+    """By stage and replica: seconds that it comes after most others, median of the latest iterations."""
     late: Collection[int] = ()
     """Replicas that persistently come last."""
 
     @property
     def by_cell(self) -> dict[tuple[int, int], float]:
-        """The same by replica and stage, in ascending order."""
+        """Lags by replica and stage, in ascending order."""
         return {
             (replica, stage): lag_s
             for replica, column in enumerate(zip(*self.lags_s, strict=True))
@@ -87,39 +87,39 @@ class ArrivalFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFigures:
-    """Figures that the leader has found from one iteration's measurements of all ranks."""
+    """The leader's figures of one iteration, from the measurements of all ranks."""
 
     bubble_fraction: float | None = None
     """Mean over the stages, 0..1."""
     links: Mapping[tuple[int, int], LinkFigures] = field(default_factory=dict)
     memory: Mapping[int, MemoryFigures] = field(default_factory=dict)
-    """By stage, where memory is measured."""
+    """By stage, if memory is measured."""
     routes: RouteFigures | None = None
-    """None where micro-batches stay in their replicas for good."""
+    """None if micro-batches are never routed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureMetrics:
-    """Rank failures of a job that survives them, since the start of the run."""
+    """Rank failures since the start of a job that recovers from them."""
 
     dead_cells: Collection[tuple[int, int]] = ()
     """By replica and stage."""
     ranks: int = 0
-    """Number of ranks that take no part any more: those of all dead cells."""
+    """Number of ranks that no longer take part: those of all dead cells."""
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """By epoch, from when a failure was detected until the interrupted iteration had been run again."""
+    """By generation: seconds from the detection of a failure until the interrupted iteration was run again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderFigures:
-    """Knowledge of a replica's leading rank of its plans and findings."""
+    """A leader's figures of its plans and findings."""
 
     predicted_s: float | None = None
-    """Seconds of an iteration under the plan in force, as predicted; None before the first plan."""
+    """Predicted seconds of an iteration under the current plan; None before the first plan."""
     lower_bound_s: float | None = None
-    """Proven least seconds, at the same costs."""
+    """Proven lower bound at the same costs, in seconds."""
     saved_s: float = 0.0
-    """What switches of plans have saved since the start of the run, about."""
+    """Approximate seconds that switches of plans have saved since the start of the run."""
     stage_states: Sequence[str] = ()
     """By stage: "healthy" or "slow", the worst of its lanes."""
 
@@ -132,17 +132,17 @@ class RankFigures:
     peak_in_flight: float
     plan_number: int
     messages_by_path: Mapping[str, int] = field(default_factory=dict)
-    """Sent since the start of the run."""
+    """Messages sent since the start of the run."""
     failovers: int = 0
-    """Since the start of the run."""
+    """Number since the start of the run."""
     lost: FailureMetrics | None = None
-    """None in a job that ends with its first rank."""
+    """None in a job that ends with the first failed rank."""
 
 
 def scalars(
     rank: RankFigures, job: JobFigures | None = None, arrivals: ArrivalFigures | None = None
 ) -> dict[str, float]:
-    """Values by tag. Tags are an interface: add, never rename."""
+    """Return the values by tag. Tags are an interface: add, never rename."""
     values = {
         "adaptra/iteration_time_s": rank.iteration_s,
         "adaptra/peak_in_flight": rank.peak_in_flight,
@@ -184,21 +184,21 @@ def scalars(
 
 
 class TensorBoard(Protocol):
-    """torch.utils.tensorboard.SummaryWriter, as far as it is used."""
+    """The used part of torch.utils.tensorboard.SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class WeightsAndBiases(Protocol):
-    """The wandb module, as far as it is used: Megatron's writer is the module itself."""
+    """The used part of the wandb module, which is Megatron's writer."""
 
     def log(self, data: dict[str, float], step: int) -> Any: ...
 
 
 class ScalarWriters:
-    """Writes values to those of the two that there are.
+    """Writes values to the given writers.
 
-    Nothing raises into training: a writer that fails is left out from then on, after one warning.
+    Never raises: a writer that fails is left out from then on, after one warning.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class ScalarWriters:
         wandb: WeightsAndBiases | None = None,
         interval: int = 1,
     ) -> None:
-        """`interval`: iterations from one set of values to the next (Megatron's --tensorboard-log-interval)."""
+        """Set up. `interval`: iterations between two sets of values (Megatron's --tensorboard-log-interval)."""
         self._writers: list[tuple[str, Callable[[dict[str, float], int], Any]]] = []
         if tensorboard is not None:
             self._writers.append(("TensorBoard", _each_by(tensorboard)))
@@ -217,7 +217,7 @@ class ScalarWriters:
         self._interval = max(1, interval)
 
     def __bool__(self) -> bool:
-        """Return whether a writer takes figures; if not, they need not be gathered."""
+        """Return whether there is a writer; if not, figures need not be gathered."""
         return bool(self._writers)
 
     def due(self, step: int) -> bool:
@@ -225,7 +225,7 @@ class ScalarWriters:
         return bool(self._writers) and step % self._interval == 0
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show `values` at `step`, Megatron's number of the iteration (from 1); steps must not go back."""
+        """Write `values` at `step`, Megatron's number of the iteration (from 1). Steps must not decrease."""
         if not self.due(step):
             return
         for name, write in list(self._writers):
@@ -237,9 +237,9 @@ class ScalarWriters:
 
 
 def megatron_writers(modules: Mapping[str, Any] | None = None) -> ScalarWriters:
-    """Writers on this process's Megatron writers; without any where the training script has none or is not Megatron's.
+    """Return writers that use this process's Megatron writers; none if the script has none or is not Megatron's.
 
-    Imports nothing: Megatron's own scripts have `megatron.training` loaded, others need no writers of it.
+    Imports nothing: Megatron's own scripts have loaded `megatron.training`, other scripts have no such writers.
     """
     variables = (sys.modules if modules is None else modules).get(MEGATRON_VARIABLES)
     if variables is None:
@@ -253,9 +253,9 @@ def megatron_writers(modules: Mapping[str, Any] | None = None) -> ScalarWriters:
 
 
 def megatron_step(fallback: int, modules: Mapping[str, Any] | None = None) -> int:
-    """Megatron's number of the iteration that runs, under which it writes its own scalars: from 1, over restarts.
+    """Return the number under which Megatron logs the current iteration: from 1, continued after restarts.
 
-    `fallback`: what to return where the script is not Megatron's.
+    `fallback`: returned if the script is not Megatron's.
     """
     variables = (sys.modules if modules is None else modules).get(MEGATRON_VARIABLES)
     iteration = getattr(getattr(variables, "_GLOBAL_ARGS", None), "curr_iteration", None)

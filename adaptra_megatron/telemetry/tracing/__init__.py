@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of actions and messages, and where time went."""
+"""Traces of actions and messages."""

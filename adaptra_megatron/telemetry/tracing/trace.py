@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-rank trace files: written in a thread of its own, never in the way of training, and read back whole or torn.
+"""Write and read per-rank trace files. A thread writes them, so that training never waits; torn files can be read.
 
 A file holds JSON lines: a header (`version`, `rank`, `stage`, `clock_offset_s`), then one line per iteration,
-`{"iteration": k, "records": [[kind, chunk, micro_batch, wait_start_s, start_s, end_s], ...]}`, and, where the transport
-can tell, `"arrivals": [[source, kind, chunk, micro_batch, arrived_s], ...]`.
+`{"iteration": k, "records": [[kind, chunk, micro_batch, wait_start_s, start_s, end_s], ...]}` and, if the transport
+knows them, `"arrivals": [[source, kind, chunk, micro_batch, arrived_s], ...]`.
 
-A file of MAX_NBYTES is set aside, in the place of one that was before, and another begun: the latest iterations are
-kept, at twice that size at most. Both are read as one.
+A file that reaches MAX_NBYTES is renamed, replacing the one renamed before, and a new one begins. So the latest
+iterations are kept, in at most twice that size. Both files are read as one.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from adaptra_megatron.telemetry.background_writer import BackgroundWriter, is_no
 FILE_VERSION = 1
 FILE_PATTERN = "rank-*.jsonl"
 QUEUED_ITERATIONS = 256
-"""How far the disk may fall behind before recording stops: some MB for a large pipeline, hours of a slow run."""
+"""Iterations that may wait for the disk before recording stops: some MB for a large pipeline, hours of a slow run."""
 
 MAX_NBYTES = 64 << 20
-"""Some 5,000 iterations of 64 micro-batches."""
+"""About 5,000 iterations of 64 micro-batches."""
 KINDS = frozenset("FBIW")
 MOST_STAGES, MOST_CHUNKS, MOST_MICRO_BATCHES, MOST_NUMBER = 1 << 12, 1 << 10, 1 << 20, 1 << 48
-"""What a trace may name: what reads it makes lists that are as long."""
+"""Upper limits of numbers in a trace: readers make lists of that length."""
 LATEST_S = 1e12
-"""Greatest moment, before or after that at which the clock began."""
+"""Largest time, positive or negative, in seconds."""
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read: the message names the file, the line and what was expected."""
+    """A trace that cannot be read. Names the file, the line and what was expected."""
 
 
 def trace_path(directory: Path | str, rank: int) -> Path:
-    """File of the records of `rank`."""
+    """Return the trace file of `rank`."""
     return Path(directory) / f"rank-{rank:05d}.jsonl"
 
 
 def set_aside_path(path: Path) -> Path:
-    """File of a rank's earlier iterations, where there were too many for `path`."""
+    """Return the renamed file with a rank's earlier iterations."""
     return path.with_name(f"{path.name}.1")
 
 
 class _TraceFile:
-    """A rank's file and the one set aside; for one thread. Methods raise OSError."""
+    """A rank's trace file and the renamed one. Not thread-safe. Methods raise OSError."""
 
     def __init__(self, path: Path, header: dict[str, Any], *, max_nbytes: int, goes_on: bool) -> None:
         self._path, self._header, self._max_nbytes = path, _line(header), max_nbytes
@@ -64,7 +64,7 @@ class _TraceFile:
             self._write(self._header)
 
     def append(self, document: dict[str, Any]) -> None:
-        """One line, on disk at once, so that a killed rank loses at most the line being written."""
+        """Write one line to disk at once, so that a killed rank loses at most the line being written."""
         line = _line(document)
         if self._nbytes + len(line) > self._max_nbytes and self._nbytes > len(self._header):
             self._file.close()
@@ -84,12 +84,12 @@ class _TraceFile:
 
 
 class TraceWriter:
-    """Writes one rank's records to `trace_path(directory, rank)`; a file of an earlier run there is replaced.
-    `goes_on`: unless this process takes another's place in that run.
+    """Writes one rank's records to `trace_path(directory, rank)`.
 
-    `clock_offset_s` is what to add to this rank's `time.monotonic()` to get the job's common clock: 0 for all ranks of
-    one host. Nothing here blocks or raises into training: a thread encodes and writes, and when the directory cannot
-    be written, the disk is full or falls `QUEUED_ITERATIONS` behind, one warning is logged and recording stops.
+    `goes_on`: continue the file of a process that this one replaces; otherwise, an existing file is replaced.
+    `clock_offset_s`: seconds to add to this rank's `time.monotonic()` to get the job's common clock; 0 on one host. No
+    call blocks or raises: a thread encodes and writes. If the directory cannot be written, the disk is full or
+    `QUEUED_ITERATIONS` behind, one warning is logged and recording stops.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TraceWriter:
 
     @property
     def failed(self) -> bool:
-        """Return whether recording has stopped because of an error (which was logged)."""
+        """Whether recording has stopped because of an error, which was logged."""
         return self._writer.failed
 
     def write(
@@ -125,9 +125,9 @@ class TraceWriter:
         arrivals: Sequence[ArrivalRecord] = (),
         clock_offset_s: float | None = None,
     ) -> None:
-        """Hand over one iteration's records; returns at once. Does nothing after a failure or after `close`.
+        """Queue one iteration's records; returns at once. Does nothing after a failure or after `close`.
 
-        `clock_offset_s`: the offset of this iteration, where clocks drift apart; None: the file's.
+        `clock_offset_s`: offset of this iteration, if clocks drift; None: the file's.
         """
         self._writer.put(_Iteration(iteration, tuple(records), tuple(arrivals), clock_offset_s))
 
@@ -137,7 +137,7 @@ class TraceWriter:
 
 
 class _Iteration(NamedTuple):
-    """What is handed to the thread: encoding waits until there."""
+    """Records of an iteration; only the thread encodes them."""
 
     iteration: int
     records: tuple[ActionRecord, ...]
@@ -159,25 +159,25 @@ def _line(document: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The records of one rank, in the order in which they ran, on the job's common clock (offset already added)."""
+    """Records of one rank on the job's common clock (offset added), in the order in which they ran."""
 
     rank: int
     stage: int
     records: tuple[ActionRecord, ...]
     arrivals: tuple[ArrivalRecord, ...] = ()
-    """Arrivals of the messages it used; empty where the transport cannot tell."""
+    """Arrivals of the messages that it used; empty if the transport does not know them."""
 
     def iteration(self, iteration: int) -> list[ActionRecord]:
-        """The records of one iteration."""
+        """Return the records of one iteration."""
         return [record for record in self.records if record.iteration == iteration]
 
 
 _MOST_HEADER = 1 << 12
-"""Characters of a header."""
+"""Most characters of a header."""
 
 
 class TraceHeader(NamedTuple):
-    """First line of a rank's file."""
+    """First line of a trace file."""
 
     rank: int
     stage: int
@@ -185,13 +185,13 @@ class TraceHeader(NamedTuple):
 
 
 def read_trace_header(path: Path | str) -> TraceHeader:
-    """Whose file this is, without reading all of it. Raises TraceError, and OSError if the file cannot be read."""
+    """Read the header of a file, and not the rest. Raises TraceError, and OSError if the file cannot be read."""
     with _opened(Path(path)) as file:
         return _header(Path(path), file.readline(_MOST_HEADER))
 
 
 def _opened(path: Path) -> TextIO:
-    """Raises TraceError for what is no file."""
+    """Open a regular file. Raises TraceError if it is none."""
     if is_no_file(path):
         raise TraceError(f"{path} is no file")
     return path.open(encoding="utf-8", errors="replace")
@@ -212,12 +212,10 @@ def _header(path: Path, line: str) -> TraceHeader:
 
 
 def read_trace(path: Path | str, damage: Callable[[str], object] | None = None) -> RankTrace:
-    """Read one rank's file, and the one that was set aside before.
+    """Read one rank's file and the one renamed before it.
 
-    A last line without an end (the rank was killed while writing) is left out. Where `damage` is given, all other lines
-    that are not an iteration's records are left out, too, and it is called with what is wrong with each.
-
-    Raises TraceError for anything else that is not a trace, OSError if the file cannot be read.
+    An incomplete last line (the rank was killed) is left out. Other invalid lines raise TraceError or, if `damage` is
+    given, are left out, and it is called with a description of each. Raises OSError if the file cannot be read.
     """
     path = Path(path)
     earlier = set_aside_path(path)
@@ -251,7 +249,8 @@ def _read_file(path: Path, damage: Callable[[str], object] | None) -> RankTrace:
 def _iteration(
     document: dict[str, Any], stage: int, file_offset_s: float
 ) -> tuple[list[ActionRecord], list[ArrivalRecord]]:
-    """Raises ValueError, TypeError, KeyError or AttributeError for what is none."""
+    """Return the records and arrivals of one line. Raises ValueError, TypeError, KeyError or AttributeError if it is
+    invalid."""
     number, rows = _whole(document["iteration"], MOST_NUMBER), document["records"]
     offset_s = _moment_s(document.get("clock_offset_s", file_offset_s))
     records = [
@@ -299,7 +298,7 @@ def _kind(value: Any) -> str:
 
 
 def read_traces(directory: Path | str) -> list[RankTrace]:
-    """Every rank's file of a directory, by rank. Raises TraceError if there is none or one is damaged."""
+    """Read every rank's file in a directory. Raises TraceError if there is none or one is damaged."""
     paths = sorted(Path(directory).glob(FILE_PATTERN))
     if not paths:
         raise TraceError(f"no {FILE_PATTERN} in {directory}: was the run started with --adaptra-trace-dir {directory}?")

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a running job, as files in its directory: traces of some iterations, or another policy.
+"""Take requests to a running job from files in its trace directory: to trace some iterations, or to change the policy.
 
-For traces on demand, an empty file names iterations, and every rank writes those.
-
-The files are `TRACE_DIR/requests/NAME`, NAME one of `120`, `120-125`, `next`, `next-5`, `last`, `last-5`; so `touch` is
-enough, from any host that sees the leader's directory. The leader looks for them once per iteration, while training
-goes on. It turns them into Megatron's numbers of iterations and sends these with the decision that every rank reads
-anyway. Each rank keeps its records of the last iterations in memory: what has just happened can be asked for, too.
+A request for traces is an empty file `TRACE_DIR/requests/NAME`, NAME being one of `120`, `120-125`, `next`, `next-5`,
+`last`, `last-5`. So `touch` is enough, on any host that shares the directory with the leader. The leader looks for
+requests once per iteration, translates them into Megatron's iteration numbers, and sends them with the decision. Every
+rank writes these iterations. It keeps the records of recent iterations in memory, so past ones can be requested, too.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ _MOST_NBYTES = 64
 
 
 def policy_file(trace_directory: Path | str) -> Path:
-    """The file that the job looks for: it holds one of POLICIES."""
+    """Return the file that requests a policy: it holds one of POLICIES."""
     return Path(trace_directory) / "policy.request"
 
 
 def ask_for_policy(trace_directory: Path | str, policy: str) -> Path:
-    """Put the request where the job looks; its file, which is removed once it has been read. Raises OSError."""
+    """Write a request for `policy`. Return its file, which the job removes once it has read it. Raises OSError."""
     file = policy_file(trace_directory)
     written = file.with_suffix(".new")
     written.write_text(f"{policy}\n")
@@ -43,7 +41,8 @@ def ask_for_policy(trace_directory: Path | str, policy: str) -> Path:
 
 
 def take_policy(trace_directory: Path | str) -> str:
-    """The policy that is asked for, and none from then on; "": none is. Never raises: what is no policy is logged."""
+    """Return the requested policy and remove the request; "" if there is none. Never raises: invalid requests are
+    logged."""
     file = policy_file(trace_directory)
     try:
         if is_no_file(file):
@@ -63,25 +62,26 @@ def take_policy(trace_directory: Path | str) -> str:
 
 
 KEPT_ITERATIONS = 32
-"""How far back `last` and plain numbers reach: about 0.2 MB of records for 24 micro-batches."""
+"""Number of past iterations that can be requested; about 0.2 MB of records for 24 micro-batches."""
 MOST_PER_REQUEST = 256
-"""Longer requests are cut: a whole run is what --adaptra-trace-dir alone records."""
+"""Most iterations of one request; more are dropped. To trace a whole run, use --adaptra-trace-dir alone."""
 _NAME = re.compile(r"(?:(?P<word>next|last)(?:-(?P<count>[0-9]{1,9}))?|(?P<first>[0-9]{1,9})(?:-(?P<end>[0-9]{1,9}))?)")
 
 
 class RequestError(ValueError):
-    """A request that names no iterations; says what would."""
+    """A request that names no iterations. Says what is valid."""
 
 
 def request_directory(trace_directory: Path | str) -> Path:
-    """Directory in which the leader looks for requests."""
+    """Return the directory in which the leader looks for requests."""
     return Path(trace_directory) / "requests"
 
 
 def parse_request(name: str, running: int) -> Iterations:
-    """Return what `name` asks for while iteration `running` (Megatron's number) runs. Raises RequestError.
+    """Return the iterations that `name` requests while iteration `running` (Megatron's number) runs. Raises
+    RequestError.
 
-    "next" begins two iterations later, when every rank knows of it; "last" ends with the iteration before `running`.
+    "next" begins two iterations later, when every rank knows of it. "last" ends with the iteration before `running`.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -101,10 +101,11 @@ def parse_request(name: str, running: int) -> Iterations:
 
 
 class RequestBox:
-    """The leader's look into the directory of requests; a request is taken out once it has been read."""
+    """The leader's reader of the request directory; it removes each request that it has read."""
 
     def __init__(self, trace_directory: Path | str) -> None:
-        """Makes the directory, so that one `touch` is enough; without it (an OSError is logged) none can come."""
+        """Create the directory, so that one `touch` is enough. An OSError is logged, and there can be no requests
+        then."""
         self._directory = request_directory(trace_directory)
         self._refused: set[str] = set()
         try:
@@ -113,7 +114,7 @@ class RequestBox:
             logger.warning("no traces on demand: %s; training goes on", error)
 
     def take(self, running: int) -> tuple[Iterations, ...]:
-        """The new requests. Never raises: a request that cannot be understood is logged once and left where it is."""
+        """Return the new requests. Never raises: an invalid request is logged once and left in place."""
         found = []
         try:
             names = sorted(path.name for path in self._directory.iterdir())
@@ -132,7 +133,7 @@ class RequestBox:
 
 
 class RequestedTraces:
-    """One rank's recent iterations, and those asked for written by `writer`. For the training thread alone."""
+    """One rank's recent iterations; requested ones are written by `writer`. For the training thread alone."""
 
     def __init__(self, writer: TraceWriter, *, kept_iterations: int = KEPT_ITERATIONS) -> None:
         self._writer = writer
@@ -144,7 +145,7 @@ class RequestedTraces:
         self._wanted: list[Iterations] = []
 
     def request(self, requests: Iterable[Iterations]) -> None:
-        """Write what is there of `requests`, and the rest when it comes."""
+        """Write the requested iterations: those in memory now, later ones once they are added."""
         for wanted in requests:
             for number in [
                 number for number, (step, *_) in self._recent.items() if wanted.first <= step <= wanted.last
@@ -160,7 +161,7 @@ class RequestedTraces:
         arrivals: Sequence[ArrivalRecord] = (),
         clock_offset_s: float | None = None,
     ) -> None:
-        """Hand over an iteration: it is written if it was asked for, and else forgotten after a while. `step`:
+        """Add an iteration. It is written if it was requested, else dropped after `kept_iterations`. `step`:
         Megatron's number, which evaluations share with a training iteration."""
         self._wanted = [wanted for wanted in self._wanted if wanted.last >= step]
         self._recent[iteration] = step, records, arrivals, clock_offset_s
