@@ -77,10 +77,25 @@ def _of_local_layers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _adapt_groups() -> None:
-    """Have groups of several models' grids be gloo's, and groups of ranks end with the model's parallelism: each test
-    makes dozens, and each of gloo's has threads."""
+    """Have groups be made as gloo's must be, and end with the model's parallelism: each test makes dozens, and each of
+    gloo's has threads.
+
+    Several models' grids ask for NCCL's. By one call ranks of different pipelines make different groups, under one
+    name: NCCL's, which are not used, never connect, gloo's do at once, and wait for each other. So all make all.
+    """
     import torch.distributed as dist
 
+    new_group = dist.new_group
+
+    @functools.wraps(new_group)
+    def of_all_ranks(ranks: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, None if ranks is None else tuple(sorted(ranks)))
+        mine = asked[dist.get_rank()]
+        groups = {each: new_group(each and list(each), *arguments, **keywords) for each in dict.fromkeys(asked)}
+        return groups[mine]
+
+    dist.new_group = of_all_ranks
     by_enumeration = dist.new_subgroups_by_enumeration
 
     @functools.wraps(by_enumeration)

@@ -23,13 +23,36 @@ RENAMED: dict[str, tuple[str, Any]] = {
     "recompute_activations": ("recompute_granularity", "selective"),
 }
 """Flags of Megatron-LM that turn another setting: to what. Beside them --no-X and --disable-X turn X off."""
-SAME = {"num_experts": "num_moe_experts", "fp8_format": "fp8", "fp4_format": "fp4", "fsdp": "use_megatron_fsdp"}
-"""Flags, and settings of NeMo's strategy (`fsdp`), that have another name in Megatron's configs."""
+SAME = {
+    "num_experts": "num_moe_experts",
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "fsdp": "use_megatron_fsdp",
+    **{f"activations_checkpoint_{name}": f"recompute_{name}" for name in ("granularity", "method", "num_layers")},
+    "num_micro_batches_with_partial_activation_checkpoints": "num_microbatches_with_partial_activation_checkpoints",
+    "ub_tp_comm_overlap": "tp_comm_overlap",
+}
+"""Flags, and settings of NeMo 2's strategy (`fsdp`) and NeMo 1's models, that Megatron's configs name otherwise."""
+NEMO_1 = ("megatron_amp_O2", "mcore_gpt", "activations_checkpoint_granularity")
+"""Settings by which recipes of NeMo 1 are known: there alone `bias` and `transformer_engine` are the model's."""
+TUNERS = ("peft_scheme", "peft", "tuner_type", "train_type", "sft_type")
+"""Settings that name what is trained: of NeMo 1, of Megatron-Bridge and Primus, of ms-swift."""
+ADAPTERS = re.compile(r"lora|dora|adapter|p-?tuning|ia3|boft|bone", re.IGNORECASE)
+"""Parts of what they name where layers are frozen, and adapters of them trained."""
+ADAPTER_SECTION = re.compile(r"(\w+\.)*(Canonical|VLM)?(LoRA|DoRA)|lora|peft")
+"""Sections about adapters, by their names or their classes."""
+ADAPTER_SIZES = ("rank", "dim")
+FREEZING = ("freeze_LM", "freeze_llm", "freeze_language_model")
+"""Settings of Megatron-LM's, ms-swift's and Megatron-Bridge's models of text and images."""
 APPLIED_LATER = ("CommOverlap", "MixedPrecision")
 """Parts of the names of classes (of Megatron-Bridge and of NeMo) whose settings, where they have any, replace those of
 the model when training begins."""
 ANYWHERE = ("use_megatron_fsdp",)
 """Settings that two configurations of Megatron-Bridge have (`dist`, `ddp`), and that are on where either says so."""
+SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_tensor_parallel_size"),
+)
 COUNTS = (
     *("num_layers", "mtp_num_layers", "num_moe_experts", "recompute_num_layers", "fp8_amax_history_len"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
@@ -37,7 +60,7 @@ COUNTS = (
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
 )
 RATES = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_biased")
-"""COUNTS and RATES: settings that rules compare with numbers, besides sizes (`..._parallel_size`)."""
+"""SIZES, COUNTS and RATES: settings that rules compare with numbers."""
 
 
 def settings_of_command_line(words: Sequence[str]) -> SimpleNamespace:
@@ -77,6 +100,8 @@ def settings_of_objects(root: Any) -> SimpleNamespace:
                 found[place] = fields["enabled"]
             if place and _value(str(fields.get("enabled"))) is False:
                 continue  # what a section that is off says counts for nothing, as in NeMo-RL's `fp8_cfg`
+            if _is_of_adapters(place, each, fields):
+                found["frozen_layers"] = True
             for name, value in fields.items():
                 configurations = [
                     one for one in (value if isinstance(value, (list, tuple)) else [value]) if _fields(one)
@@ -99,7 +124,7 @@ def check_numbers(settings: SimpleNamespace) -> None:
         if value is None:
             continue
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if name.endswith("_parallel_size") and not (is_number and isinstance(value, int) and value > 0):
+        if name in SIZES and not (is_number and isinstance(value, int) and value > 0):
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
         if name in COUNTS and not (is_number and isinstance(value, int) and value >= 0):
             raise ValueError(f"{name} must be a whole number, 0 or above, got {value!r}")
@@ -113,6 +138,14 @@ def _class_name(place: str, each: Any) -> str:
         return str(each.get("_target_") or place.title().replace("_", ""))
     made_by = getattr(each, "__fn_or_cls__", type(each))  # fiddle's
     return str(getattr(made_by, "__name__", ""))
+
+
+def _is_of_adapters(place: str, each: Any, fields: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is of adapters that are trained in place of the layers: of none where the size is
+    0, as by verl's default."""
+    if not any(ADAPTER_SECTION.fullmatch(name) for name in (place, _class_name(place, each))):
+        return False
+    return any(_value(str(fields[name])) not in (None, 0) for name in ADAPTER_SIZES if name in fields)
 
 
 def _fields(each: Any) -> Mapping[str, Any]:
@@ -129,6 +162,9 @@ def _fields(each: Any) -> Mapping[str, Any]:
 def _complete(settings: dict[str, Any]) -> SimpleNamespace:
     """Return the settings with flags replaced by what they set, and words by their values."""
     settings = {name: _value(value) if isinstance(value, str) else value for name, value in settings.items()}
+    for name, value in list(settings.items()):
+        if name not in (*SIZES, *COUNTS) and isinstance(value, str) and value.startswith("${"):
+            del settings[name]  # a reference to what is not said here
     precision = str(settings.get("mixed_precision", ""))  # Bridge's name of one, as bf16_with_mxfp8_mixed
     for kind in ("fp8", "fp4"):
         if kind in precision:
@@ -140,8 +176,25 @@ def _complete(settings: dict[str, Any]) -> SimpleNamespace:
             settings[setting] = to
         elif name in SAME and value is not None:
             settings[SAME[name]] = value
+    if any(name in settings for name in NEMO_1):
+        settings.setdefault("add_bias_linear", settings.get("bias", True))
+        settings.setdefault("transformer_impl", "transformer_engine" if settings.get("transformer_engine") else "local")
+    if settings.get("activation_checkpointing") is False:  # NeMo-RL's, without which the others count for nothing
+        settings["recompute_granularity"] = None
+    if _freezes(settings):
+        settings["frozen_layers"] = True
     settings.setdefault("pipeline_model_parallel_size", 1)
     return SimpleNamespace(**settings)
+
+
+def _freezes(settings: Mapping[str, Any]) -> bool:
+    """Return whether the linear layers of the model are not trained themselves."""
+    named = [value for name in TUNERS if isinstance(value := settings.get(name), str)]
+    if named:
+        adapters = any(map(ADAPTERS.search, named))
+    else:
+        adapters = any(bool(settings.get(name)) for name in ("peft", "lora_rank", "lora_r"))
+    return adapters or any(settings.get(name) is True for name in FREEZING)
 
 
 def _value(word: str) -> Any:

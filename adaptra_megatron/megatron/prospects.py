@@ -63,9 +63,12 @@ def prospects_of(settings: Any) -> Prospects:
     features = [*_refused(settings)]
     in_order = kept_in_order(settings) if getattr(settings, "adaptra_policy", "adapt") == "observe" else []
     runs = not any(feature.effect == REFUSED for feature in features)
-    splits = runs and stages != 1 and getattr(settings, "adaptra_policy", "adapt") == "adapt"
+    forwards_alone = getattr(settings, "forward_only", None) is True
+    splits = runs and stages != 1 and not forwards_alone and getattr(settings, "adaptra_policy", "adapt") == "adapt"
     if runs and stages == 1:
         features.append(Feature("a pipeline of 1 stage", "less", "there is no order to adapt", "none"))
+    elif runs and forwards_alone:
+        features.append(Feature("forwards alone (forward_only)", "less", "not trained: no backward moves", "none"))
     features += [
         Feature(name, "less", "observed only: stock's schedule runs, and its actions are not timed", "none")
         for name in in_order

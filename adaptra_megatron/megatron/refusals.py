@@ -112,6 +112,7 @@ REFUSALS = (
     ),
 )
 
+_REPLACING = "they replace the same function of Megatron's"
 SEEN_IN_ARGUMENTS = (
     Refusal(
         "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
@@ -131,7 +132,15 @@ SEEN_IN_ARGUMENTS = (
     Refusal(
         "Primus's own pipeline schedules (patch_primus_pipeline, patch_zero_bubble)",
         _either("patch_primus_pipeline", "patch_zero_bubble"),  # enable_zero_bubble alone, its default, changes nothing
-        "they replace the same function of Megatron's",
+        _REPLACING,
+    ),
+    Refusal(
+        "MindSpeed's own pipeline schedules (--schedules-method, --moe-fb-overlap, --recompute-in-advance and others)",
+        _either(
+            *("schedules_method", "moe_fb_overlap", "use_nanopipe", "recompute_in_bubble", "recompute_in_advance"),
+            *("automated_pipeline_perf", "optimize_send_recv_comm", "use_multiparameter_pipeline_model_parallel"),
+        ),
+        _REPLACING,
     ),
 )
 

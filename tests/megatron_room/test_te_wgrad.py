@@ -346,6 +346,20 @@ def test_sharded_weights_run_whole() -> None:
     assert why_whole(layer, stand_in_te.Linear, CONFIG) == "its weight is sharded and gathered for each use"
 
 
+def test_frozen_weights_run_whole(queue: WeightGradientQueue) -> None:
+    """As under adapters (LoRA), which are split beside: there is no gradient to delay."""
+    frozen, adapter = make("Linear"), make("Linear")
+    frozen.requires_grad_(False)
+    assert "frozen" in str(why_whole(frozen, stand_in_te.Linear, CONFIG))
+    EngineLayers(queue).split([frozen, adapter], CONFIG)
+    with queue.collect() as left:
+        (frozen(given := torch.ones(ROWS, WIDTH, requires_grad=True)) + adapter(given)).sum().backward()
+    assert len(left) == 1
+    queue.compute(left)
+    assert given.grad is not None
+    assert [layer.weight.grad is None for layer in (frozen, adapter)] == [True, False]
+
+
 def test_layers_of_two_linears_run_whole(queue: WeightGradientQueue) -> None:
     layer = stand_in_te.LayerNormMLP(WIDTH, WIDTH)
     EngineLayers(queue).split([layer], CONFIG)

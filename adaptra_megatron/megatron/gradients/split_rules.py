@@ -5,7 +5,7 @@ settings promise. Imports neither torch nor Megatron."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from packaging.version import Version
@@ -24,6 +24,8 @@ class LayerFacts:
     """Class of Transformer Engine, or NATIVE: Megatron's own."""
     version: Version | None = None
     """Of Transformer Engine; None: one that does it all."""
+    frozen: bool = False
+    """Its weight is not trained."""
     delays: bool = True
     """Transformer Engine has delayed weight gradients for its class."""
     built_delayed: bool = False
@@ -62,6 +64,11 @@ class SplitRule(NamedTuple):
 
 
 RULES = (
+    SplitRule(
+        lambda f: f.frozen,
+        "frozen, so that there is no weight gradient; those of adapters, which are small, are split by the same rules",
+        "none",
+    ),
     SplitRule(
         lambda f: f.deferred, "Megatron delays its weight gradients itself", "drop --defer-embedding-wgrad-compute"
     ),
@@ -157,7 +164,10 @@ def expected_layers(settings: Any) -> list[Expected]:
         numbered.append(Expected("MTP's joining layer", predicting, joining))
     if setting("transformer_impl", "transformer_engine") == "local":
         numbered = [each._replace(facts=LayerFacts(kind=NATIVE)) for each in numbered]
-    return [*numbered, Expected("output layer", 1, _output(setting))]
+    numbered.append(Expected("output layer", 1, _output(setting)))
+    if setting("frozen_layers", False):
+        return [each._replace(facts=replace(each.facts, frozen=True)) for each in numbered]
+    return numbered
 
 
 _Setting = Callable[..., Any]

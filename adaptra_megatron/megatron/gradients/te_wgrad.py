@@ -178,6 +178,7 @@ def facts_of(layer: Any, base: Any, config: Any) -> LayerFacts:
     return LayerFacts(
         kind=base.__name__,
         version=Version(sys.modules[_PACKAGE].__version__),
+        frozen=not any(weight.requires_grad for weight in weights.values()),
         built_delayed=layer.wgrad_store.delay_wgrad_compute(),
         reduces_within_weight_gradient=getattr(layer, "ub_bulk_wgrad", False),
         in_userbuffers=any(getattr(layer, switch, False) for switch in _IN_USERBUFFERS),

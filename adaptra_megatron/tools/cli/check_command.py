@@ -22,17 +22,20 @@ from adaptra_megatron.megatron.job_settings import check_numbers, settings_of_co
 from adaptra_megatron.megatron.prospects import REFUSED, Feature, Prospects, counts, prospects_of
 from adaptra_megatron.megatron.refusals import pipeline_stages
 from adaptra_megatron.tools.cli.planning.inputs import InputError
+from adaptra_megatron.tools.cli.recipe_files import OVERRIDE, jobs_of, merged, nested, read_document
 
 _DESCRIPTION = """\
 Say whether a job would start with --adaptra, and what it would get: what is refused, which backwards are split, which
 paths messages have. Nothing of the job is started, and no GPU is touched.
 
   adaptra check -- pretrain_gpt.py ARGUMENTS...       a command line of Megatron-LM
+  adaptra check -- main_ppo actor.megatron.NAME=4     settings word by word, as Hydra's trainers take them
   adaptra check --settings FILE.json                  settings by the names of Megatron's configs, JSON or YAML
   adaptra check --recipe module:function              a recipe of Megatron-Bridge or NeMo, which is built
 
 FILE.json holds an object, or a list of them; one may have its settings under "settings", or a command line as a list
-under "argv". Exit status 0 if all of them start, 1 if one does not, 2 for input that cannot be read.
+under "argv"; words after -- replace settings of FILE. Roles of one job (actor, critic, teacher) are judged one by
+one, each by its own section. Exit status 0 if all of them start, 1 if one does not, 2 for input that cannot be read.
 """
 
 
@@ -52,14 +55,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> int:
-    if (options.settings is not None) + (options.recipe is not None) + bool(options.line) != 1:
+    more = options.settings is not None and all(map(OVERRIDE.fullmatch, options.line))
+    if (options.settings is not None) + (options.recipe is not None) + (bool(options.line) and not more) != 1:
         raise InputError("give one of --settings FILE, --recipe MODULE:FUNCTION, and -- SCRIPT ARGUMENTS")
     if options.settings is not None:
-        jobs, many = _jobs_in(options.settings)
+        jobs, many = _jobs_in(options.settings, options.line)
     elif options.recipe is not None:
         jobs, many = {options.recipe: _settings_of_recipe(options.recipe)}, False
     else:
-        jobs, many = {options.line[0]: _settings_of_line(options.line)}, False
+        by_role = _settings_of_line(options.line)
+        jobs, many = {role or options.line[0]: settings for role, settings in by_role.items()}, len(by_role) > 1
     found = {name: prospects_of(settings) for name, settings in jobs.items()}
     version = _version()
     if options.settings is None and version["verdict"] == "not supported":
@@ -80,60 +85,70 @@ def asdict_of(prospects: Prospects) -> dict[str, Any]:
     return {**asdict(prospects), "features": [feature._asdict() for feature in prospects.features]}
 
 
-def _jobs_in(path: Path) -> tuple[dict[str, SimpleNamespace], bool]:
-    """Settings of each job in a file, and whether it holds a list of them."""
-    document = _document_in(path)
+def _jobs_in(path: Path, words: Sequence[str]) -> tuple[dict[str, SimpleNamespace], bool]:
+    """Settings of each job in a file, by a list's names and by role, and whether it holds several.
+
+    `words` set what replaces the file's.
+    """
+    document, missing = read_document(path)
+    if missing:
+        print(f"{path} inherits from what is not there, and is judged without: {', '.join(missing)}", file=sys.stderr)
     many = isinstance(document, list)
     jobs: dict[str, SimpleNamespace] = {}
     for number, entry in enumerate(document if many else [document]):
         name = str(entry.get("id", f"job {number}")) if isinstance(entry, Mapping) else ""
-        jobs[f"{name} ({number})" if name in jobs else name] = _settings_of_entry(f"--settings {path}: {number}", entry)
+        for role, settings in _settings_of_entry(f"--settings {path}: {number}", entry, words).items():
+            full = f"{name}: {role}" if many and role else role or name
+            jobs[f"{full} ({number})" if full in jobs else full] = settings
     if not jobs:
         raise InputError(f"--settings {path} holds an empty list: give at least one object of settings")
-    return jobs, many
+    return jobs, many or len(jobs) > 1
 
 
-def _document_in(path: Path) -> Any:
-    """Return what is in a file of JSON, or of YAML by its name."""
-    is_yaml = path.suffix in (".yaml", ".yml")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        if not is_yaml:
-            return json.loads(text)
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise InputError(f"--settings {path} needs PyYAML: pip install pyyaml, or give the settings as JSON") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--settings {path} cannot be read as {'YAML' if is_yaml else 'JSON'}: {error}") from error
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"--settings {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
-
-
-def _settings_of_entry(place: str, entry: Any) -> SimpleNamespace:
+def _settings_of_entry(place: str, entry: Any, words: Sequence[str]) -> dict[str, SimpleNamespace]:
+    """By role: see `jobs_of`."""
     settings = entry.get("settings", entry) if isinstance(entry, Mapping) else None
-    words = entry.get("argv") if isinstance(entry, Mapping) else None
+    line = entry.get("argv") if isinstance(entry, Mapping) else None
     try:
-        if isinstance(words, list) and all(isinstance(word, str) for word in words):
-            return _settings_of_line(words)
-        if words is None and isinstance(settings, Mapping):
-            found = settings_of_objects(settings)
-            check_numbers(found)
-            return _with_our_flags(found, _our_words(found))
-    except (ValueError, TypeError) as error:
+        if isinstance(line, list) and all(isinstance(word, str) for word in line):
+            return _settings_of_line([*line, *words])
+        if line is None and isinstance(settings, Mapping):
+            return _settings_of_document(merged(settings, nested(_assignments(words))))
+    except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{place}: {error}") from error
     raise InputError(f'{place} is neither an object of settings nor one with a list of words under "argv"')
 
 
-def _settings_of_line(words: Sequence[str]) -> SimpleNamespace:
-    """Raises InputError for flags of --adaptra that cannot be, as Megatron's parser would refuse them."""
-    settings = settings_of_command_line(words)
-    try:
+def _settings_of_document(document: Mapping[str, Any]) -> dict[str, SimpleNamespace]:
+    jobs = {role: settings_of_objects(each) for role, each in jobs_of(document).items()}
+    for settings in jobs.values():
         check_numbers(settings)
+        _with_our_flags(settings, _our_words(settings))
+    return jobs
+
+
+def _assignments(words: Sequence[str]) -> list[tuple[str, str]]:
+    """The words that set one setting each, as Hydra's do: its dotted name, and its value."""
+    return [(found[1], found[2]) for word in words if (found := OVERRIDE.fullmatch(word))]
+
+
+def _settings_of_line(words: Sequence[str]) -> dict[str, SimpleNamespace]:
+    """By role: see `jobs_of`.
+
+    Raises InputError for flags of --adaptra that cannot be, as Megatron's parser would refuse them.
+    """
+    assigned, flags = _assignments(words), [word for word in words if not OVERRIDE.fullmatch(word)]
+    named = settings_of_command_line(flags)
+    jobs = {"": named}
+    try:
+        if assigned:
+            found = _settings_of_document(nested(assigned))
+            jobs = {role: SimpleNamespace(**{**vars(named), **vars(each)}) for role, each in found.items()}
+        for settings in jobs.values():
+            check_numbers(settings)
     except ValueError as error:
         raise InputError(str(error)) from error
-    return _with_our_flags(settings, [word for word in words if word != "--"])
+    return {role: _with_our_flags(each, [word for word in flags if word != "--"]) for role, each in jobs.items()}
 
 
 def _our_words(settings: SimpleNamespace) -> list[str]:

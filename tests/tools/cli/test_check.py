@@ -216,6 +216,11 @@ SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Primus's defaults": ({"overrides": {"patch_zero_bubble": False, "enable_zero_bubble": True}}, "starts"),
     "Primus's own schedule": ({"overrides": {"patch_primus_pipeline": True, "pp_algorithm": "v-half"}}, "refused"),
+    "the size of a group that is computed": ({"model_parallel_size": "${multiply:${.a}, ${.b}}"}, "starts"),
+    "a reference to what is not said": ({"cuda_graph_impl": "${model.graphs}"}, "starts"),
+    "NeMo 1's names": ({"mcore_gpt": True, "num_micro_batches_with_partial_activation_checkpoints": 1}, "refused"),
+    "NeMo-RL's checkpointing": ({"activation_checkpointing": False, "recompute_granularity": "full"}, "starts"),
+    "MindSpeed's own schedule": ({"schedules_method": "dualpipev"}, "refused"),
     "numbers as words": ({"num_layers": "8", "gtp_weight_remat_size": "2"}, "refused"),
     "turned off": ({"tp_comm_overlap": True, "tensor_model_parallel_size": 8, "no_tp_comm_bulk_wgrad": True}, "starts"),
 }
@@ -229,6 +234,94 @@ def test_spellings(spelling: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({**PP, **changes}))
     assert prospects_of(settings_of_objects({**PP, **changes})).verdict == verdict
     assert main(["check", "--settings", str(path)]) == (verdict == "refused")
+
+
+FROZEN: dict[str, tuple[dict[str, Any], bool]] = {
+    "NeMo 1": ({"model": {"peft": {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 32}}}}, True),
+    "NeMo 1, ptuning": ({"model": {"peft": {"peft_scheme": "ptuning"}}}, True),
+    "NeMo 1, none": ({"model": {"peft": {"peft_scheme": "none", "lora_tuning": {"adapter_dim": 32}}}}, False),
+    "NeMo-RL": ({"megatron_cfg": {"peft": {"enabled": True, "dim": 8}}}, True),
+    "NeMo-RL, off": ({"megatron_cfg": {"peft": {"enabled": False, "dim": 8}}}, False),
+    "verl": ({"model": {"lora": {"type": "lora", "rank": 256}}}, True),
+    "verl, off": ({"model": {"lora": {"type": "lora", "rank": 0}}}, False),
+    "Megatron-Bridge": ({"peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 32}}, True),
+    "Primus": ({"overrides": {"peft": "lora"}}, True),
+    "Primus, none": ({"overrides": {"peft": "none"}}, False),
+    "ms-swift": ({"--tuner_type": "lora", "--lora_rank": 8}, True),
+    "ms-swift, full": ({"--tuner_type": "full", "--lora_rank": 8}, False),
+    "MindSpeed": ({"--lora-r": 16}, True),
+    "text and images": ({"--freeze-LM": True}, True),
+    "latent attention": ({"multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 16}, False),
+}
+
+
+@pytest.mark.parametrize("recipe", FROZEN)
+def test_frozen_layers_have_nothing_to_split(recipe: str) -> None:
+    changes, frozen = FROZEN[recipe]
+    found = prospects_of(settings_of_objects({**PP, **changes}))
+    assert (found.split_layers == 0) == frozen
+    assert any("frozen" in feature.reason for feature in found.features) == frozen
+    assert found.verdict == ("starts with less" if frozen else "starts")
+
+
+@dataclasses.dataclass
+class LoRA:
+    """As in Megatron-Bridge."""
+
+    dim: int = 32
+
+
+def test_adapters_of_a_recipe_that_is_built() -> None:
+    assert prospects_of(settings_of_objects(Container(Model(cuda_graph_impl="none"), ddp=LoRA()))).split == "none"
+
+
+def test_layers_of_nemo_1() -> None:
+    """Native where Transformer Engine is not asked for; biases by its own name."""
+    model = {"megatron_amp_O2": True, "pipeline_model_parallel_size": 4, "activations_checkpoint_granularity": "full"}
+    assert settings_of_objects({"model": model}).recompute_granularity == "full"
+    for engine, bias, split in ((False, True, "all"), (True, True, "some"), (True, False, "all")):
+        document = {"model": {**model, "transformer_engine": engine, "bias": bias}}
+        assert prospects_of(settings_of_objects(document)).split == split
+
+
+ROLES = {
+    "actor_rollout_ref": {
+        "actor": {"megatron": {"pipeline_model_parallel_size": 4, "override_transformer_config": {}}},
+        "ref": {"megatron": {"pipeline_model_parallel_size": "${oc.select:actor_rollout_ref.actor.megatron.pp,2}"}},
+        "rollout": {"tensor_model_parallel_size": 8, "cuda_graph_impl": "local"},
+    },
+    "critic": {"megatron": {"pipeline_model_parallel_size": 2, "cuda_graph_impl": "local"}},
+}
+
+
+def test_each_role_is_judged_by_its_own_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = judged(tmp_path, capsys, ROLES)
+    assert status == 1
+    assert [(each["id"], each["verdict"]) for each in found] == [
+        ("actor_rollout_ref.actor", "starts with less"),
+        ("actor_rollout_ref.ref", "starts with less"),
+        ("critic", "refused"),
+    ]
+    assert "one hardware queue" not in found[0]["device"], "sizes of engines of inference are not the actor's"
+    assert found[1]["features"][0]["name"] == "forwards alone (forward_only)"
+    assert main(["check", "--settings", str(tmp_path / "settings.json")]) == 1
+    assert "\ncritic: refused\n" in capsys.readouterr().out
+    path = tmp_path / "settings.json"
+    words = ("critic.megatron.cuda_graph_impl=none", "actor_rollout_ref.actor.megatron.use_torch_fsdp2=true")
+    status, found = answer(capsys, "--settings", str(path), "--json", "--", *words)
+    assert [each["verdict"] for each in found] == ["refused", "starts with less", "starts with less"]
+    path.write_text(json.dumps([{"id": "a", **ROLES}, PP]))
+    _, found = answer(capsys, "--settings", str(path), "--json")
+    assert [each["id"] for each in found][2:] == ["a: critic", "job 1"]
+
+
+def test_words_that_set_one_setting_each(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("+policy.megatron_cfg.pipeline_model_parallel_size=4", "policy.megatron_cfg.cuda_graph_impl=local")
+    status, found = answer(capsys, "--json", "--", "run.py", "--config", "x.yaml", *words)
+    assert (status, found["id"], found["verdict"]) == (1, "run.py", "refused")
+    _, found = answer(capsys, "--json", "--", "run.py", *words, "teacher.megatron_cfg.pipeline_model_parallel_size=2")
+    assert [(each["id"], each["verdict"]) for each in found] == [("policy", "refused"), ("teacher", "starts with less")]
+    assert main(["check", "--settings", "x.json", "--", "run.py"]) == 2
 
 
 def test_variables_of_the_environment_count_more_than_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
