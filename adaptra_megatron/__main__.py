@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m adaptra_megatron SCRIPT ARGUMENTS...` runs a script as `python SCRIPT ARGUMENTS... --adaptra` would, and
-`python -m adaptra_megatron -m MODULE ARGUMENTS...` a module."""
+"""Run a script as `python SCRIPT ARGUMENTS... --adaptra` would: `python -m adaptra_megatron SCRIPT ARGUMENTS...`.
+
+`python -m adaptra_megatron -m MODULE ARGUMENTS...` runs a module.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ a script that has Megatron's parser, the other --adaptra flags are listed.
 
 
 def main() -> None:
-    """Take the script's or module's place in `sys.argv` and `sys.path`, and run it as the main program."""
+    """Run the script or module as the main program, in the place of this one in `sys.argv` and `sys.path`."""
     if len(sys.argv) > 2 and sys.argv[1] == "-m":
         del sys.argv[:2]
         on_request()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import adaptra_megatron.auto`, before the first iteration, is the flag --adaptra for the script that does it.
+"""Turn --adaptra on by an import: `import adaptra_megatron.auto`, before the first iteration of a script.
 
-This is the one module of the package whose import has an effect: having it is what it is for.
+This is the only module of the package whose import has an effect.
 """
 
 from adaptra_megatron.engine.bootstrap import on_request

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define all settings: one frozen dataclass, checked at birth and read once, and the flags that are made from it."""
+"""Define all settings in one frozen dataclass, which is checked at construction, and the flags derived from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOST_POLICIES = ("off", "observe", "pin")
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be; names the flag, the value and what would be accepted."""
+    """An invalid setting; names the flag, the value and what would be accepted."""
 
 
 def _option(
@@ -47,7 +47,9 @@ def _option(
     flag: str | None = None,
     **keywords: Any,
 ) -> Any:
-    """A field with a flag. `keywords` are those of argparse; `expects` says what `accepts` lets through."""
+    """Return a field with a flag. `keywords`: for argparse. `expects`: describes the values that `accepts` lets
+    through.
+    """
     if "choices" in keywords:
         accepts, expects = keywords["choices"].__contains__, f"it must be one of {', '.join(keywords['choices'])}"
     argument = {"default": default, "help": help, **keywords}
@@ -63,7 +65,7 @@ def _port_range(text: str) -> PortRange:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptraConfig:
-    """Settings of one run; the help of each option's flag says what it means. Raises ConfigError at construction."""
+    """Settings of one run; each flag's help describes its option. Raises ConfigError at construction."""
 
     policy: str = _option(
         "adapt",
@@ -255,29 +257,31 @@ class AdaptraConfig:
 
     @property
     def needs_host_path(self) -> bool:
-        """Return whether a flag was given that makes no sense without a host path."""
+        """Return whether a flag was given that has no effect without a host path."""
         named = self.host_transport not in ("off", "auto")
         return named or self.path == "host" or self.interface is not None or bool(self.rnics)
 
     @property
     def avoids_stragglers(self) -> bool:
-        """Return whether slow cells give micro-batches away."""
+        """Return whether micro-batches are moved away from slow cells."""
         return self.reroute in ("stragglers", "all")
 
     @property
     def common(self) -> Mapping[str, str]:
-        """Return what all ranks of a job have alike, whatever their hosts: flags and values."""
+        """Return the flags that must be the same on all ranks, with their values."""
         options = (option for option in OPTIONS if option.name not in _OF_HOSTS)
         return {_flag(option): str(_shown(getattr(self, option.name))) for option in options}
 
     @property
     def watches_stragglers(self) -> bool:
-        """Return whether arrivals at gradient synchronisation are measured: where each replica waits for all others."""
+        """Return whether arrivals at gradient synchronisation are measured: if each replica waits for all
+        others there.
+        """
         return self.straggler_monitor == "on" and self.sync_mode == "ssgd" and not self.is_fault_tolerant
 
     @property
     def is_fault_tolerant(self) -> bool:
-        """Return whether training goes on without ranks that have died."""
+        """Return whether training survives rank failures."""
         return self.reroute in ("failures", "all")
 
     def __post_init__(self) -> None:
@@ -301,14 +305,14 @@ OPTIONS: tuple[Field[Any], ...] = tuple(option for option in fields(AdaptraConfi
 
 @dataclass(frozen=True)
 class FlagRule:
-    """Settings that contradict another, or would have no effect beside it."""
+    """Rule for a flag that contradicts another, or has no effect without it."""
 
     settings: tuple[str, ...]
     needs: Callable[[AdaptraConfig], bool]
     says: str
-    """Behind the flag and its value; names the other flag and the remedy."""
+    """Continues the error after the flag and its value; names the other flag and the remedy."""
     values: tuple[Any, ...] | None = None
-    """Those that need it; None: all but the default."""
+    """Values to which the rule applies; None: all but the default."""
 
 
 def _measures(config: AdaptraConfig) -> bool:
@@ -431,7 +435,7 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
-    """The settings in parsed arguments. Raises ConfigError."""
+    """Return the settings in parsed arguments. Raises ConfigError."""
     destinations = {option.name: _flag(option)[2:].replace("-", "_") for option in OPTIONS}
     given = {name: getattr(arguments, destination) for name, destination in destinations.items()}
     path = getattr(arguments, "nccl_communicator_config_path", None)
@@ -447,7 +451,7 @@ _COMMUNICATOR_RANGES = {"min_ctas": (1, 2**31 - 1), "max_ctas": (1, 2**31 - 1), 
 
 
 def validate_files(config: AdaptraConfig, stages: int | None = None) -> None:
-    """Raise ConfigError unless `config` names what can be used: by a pipeline of `stages`, or by any (None)."""
+    """Raise ConfigError unless the files that `config` names are usable, by a pipeline of `stages` or by any (None)."""
     if config.plan_csv is not None:
         read_plan(config.plan_csv, stages=stages, max_in_flight=config.max_in_flight)
     if config.costs_json is not None:
@@ -462,7 +466,7 @@ def validate_files(config: AdaptraConfig, stages: int | None = None) -> None:
 def read_plan(
     path: Path, *, stages: int | None = None, chunks: int | None = None, max_in_flight: float | None = None
 ) -> Schedule:
-    """The plan in a CSV file, for a pipeline of `stages` with `chunks` each (None: any).
+    """Read the plan in a CSV file, for a pipeline of `stages` with `chunks` each (None: any).
 
     Raises ConfigError if it cannot be read, cannot run, is for another pipeline, or holds more than `max_in_flight`
     activations (None: no cap).
@@ -482,9 +486,9 @@ def read_plan(
 
 
 def read_costs(path: Path, *, stages: int | None = None, chunks: int | None = None) -> Costs:
-    """The costs in a JSON file, for a pipeline of `stages` with `chunks` each (None: any).
+    """Read the costs in a JSON file, for a pipeline of `stages` with `chunks` each (None: any).
 
-    Raises ConfigError if it cannot be read, says something impossible, or is for another pipeline.
+    Raises ConfigError if it cannot be read, has impossible values, or is for another pipeline.
     """
     from adaptra_megatron.schedule.jobs.job_costs import job_costs_from_json, worst_costs
 
@@ -516,9 +520,9 @@ def _refuse_placement(given: str, placement: Placement | None) -> None:
 
 
 def communicators_from(path: str) -> CommunicatorConfig:
-    """The entry "pp" of Megatron's --nccl-communicator-config-path, which its own pipeline group would have.
+    """Read the entry "pp" of Megatron's --nccl-communicator-config-path, which Megatron's own pipeline group would use.
 
-    Raises ConfigError if it cannot be read, or says something impossible.
+    Raises ConfigError if it cannot be read, or has impossible values.
     """
     given = f"--nccl-communicator-config-path {path}"
     text = _read_text("--nccl-communicator-config-path", Path(path))

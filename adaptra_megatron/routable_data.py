@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For training scripts with data iterators of their own whose micro-batches are to be routed between replicas."""
+"""Make a training script's own data iterators routable between replicas."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class RoutableMicroBatches(Iterator[Any]):
-    """A data iterator, and what any replica's would yield.
+    """A data iterator that can also return any other replica's micro-batches.
 
-    Megatron-LM's sequential data loaders need none of this: they say themselves what other replicas read.
+    Megatron-LM's sequential data loaders do not need it: adaptra computes the shares of other replicas itself.
     """
 
     def __init__(
@@ -19,13 +19,13 @@ class RoutableMicroBatches(Iterator[Any]):
         micro_batch: Callable[[int, int], Any],
         length: Callable[[int, int], float] | None = None,
     ) -> None:
-        """`own`: the iterator of this data-parallel rank. `micro_batch(replica, number)`: what the iterator of
-        data-parallel rank `replica` yields as its `number`-th, counted from 0 at the first training iteration of this
-        process; those of one iteration are asked for in any order.
+        """`own`: iterator of this data-parallel rank. `micro_batch(replica, number)`: item `number` of the iterator of
+        data-parallel rank `replica`, counted from 0 at the first training iteration of this process. Those of one
+        iteration may be requested in any order.
 
-        `length(replica, number)`, asked before its iteration: what computing that micro-batch takes, in any unit
-        (tokens, seconds). Whole micro-batches are then swapped between replicas, so that all have as much to do. It
-        must say the same on every rank of the job, also where no data are read: there, `own` may be empty.
+        `length(replica, number)`: cost of computing that micro-batch, in any unit (tokens, seconds); called before its
+        iteration. Whole micro-batches are then swapped between replicas to balance their work. It must return the same
+        on every rank of the job, including ranks that read no data, where `own` may be empty.
         """
         self._own, self.micro_batch, self.length = own, micro_batch, length
 

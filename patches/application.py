@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply the table of patches, all or none, and take it back. The rules stand in `patches/__init__.py`."""
+"""Apply the table of patches, all or none, and remove it. The rules stand in `patches/__init__.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MARK = "adaptra_applied"
 
 
 class AppliedPatches:
-    """Patches in force: what was there before, and how to put it back."""
+    """Active patches, with the originals to restore."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AppliedPatches:
         return tuple(dict.fromkeys(patch.identity for patch, *_rest in self._replaced))
 
     def replace(self, patch: Patch) -> None:
-        """Put one replacement in place. Raises PatchError and changes nothing if the target is not as expected."""
+        """Apply one patch. Raises PatchError and changes nothing if the target is not as expected."""
         owner, attribute = patch.owner()
         # vars(), not getattr: a staticmethod must be put back as one.
         before = vars(owner)[attribute]
@@ -78,9 +78,9 @@ class AppliedPatches:
             self._replaced.append((patch, holder, attribute, before, after))
 
     def undo(self) -> None:
-        """Put everything back, last first, and close the runtime. Calling it again does nothing.
+        """Restore all originals, last first, and close the runtime. Further calls do nothing.
 
-        Raises PatchError, after undoing the rest, if something else has replaced one of our replacements since.
+        Raises PatchError, after restoring the rest, if another package has replaced one of our replacements since.
         """
         overlaid = []
         while self._replaced:
@@ -99,8 +99,9 @@ class AppliedPatches:
 
 
 def _importers(owner: Any, name: str, value: Any) -> list[ModuleType]:
-    """Return modules that have imported a function by its name from `owner`, which defines it, as Megatron-Bridge's
-    `train` does with schedules."""
+    """Return the modules that imported the function `name` from `owner`, as Megatron-Bridge's `train` imports
+    schedules.
+    """
     if not isinstance(owner, ModuleType) or value.__module__ != owner.__name__:
         return []
     modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType) and each is not owner]
@@ -114,12 +115,12 @@ def enable(
     groups: FaultTolerantGroups | None = None,
     hooks: Sequence[MakeHooks] = (),
 ) -> AppliedPatches:
-    """Patch Megatron for `config`; the result's `undo()` puts everything back.
+    """Patch Megatron for `config`; the result's `undo()` restores it.
 
-    All patches are applied or none, but for those of modules of Megatron-LM that a script does not use. Enabling again
-    with the same settings returns the patches in force; with other settings it raises PatchError. `decorate`,
-    `groups` and `hooks` are passed to `AdaptraRuntime`. Raises PatchError for a torch that is too old, for a
-    megatron-core outside the versions of the table or whose functions are not the expected ones.
+    All patches are applied or none, except for those of Megatron-LM modules that a script does not use. Enabling again
+    with the same settings returns the active patches; with other settings it raises PatchError. `decorate`, `groups`
+    and `hooks` are passed to `AdaptraRuntime`. Raises PatchError if torch is too old, or if megatron-core is outside
+    the versions of the table or has other functions than expected.
     """
     if config.policy == "off":
         return AppliedPatches(config, None)
@@ -158,7 +159,7 @@ def enable(
 
 
 def check_versions(patches: Sequence[Patch]) -> None:
-    """Raise PatchError if torch is too old, or the installed megatron-core outside the window of any patch."""
+    """Raise PatchError if torch is too old, or the installed megatron-core is outside the versions of any patch."""
     try:
         from megatron.core import __version__ as version
     except ImportError as error:
@@ -179,7 +180,7 @@ def check_versions(patches: Sequence[Patch]) -> None:
 
 
 def in_force() -> AppliedPatches | None:
-    """The patches in force in this process. Imports Megatron."""
+    """Return the active patches of this process, or None. Imports Megatron."""
     for patch in PATCHES:
         owner, attribute = patch.owner()
         applied = getattr(getattr(owner, attribute), _MARK, None)

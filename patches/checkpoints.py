@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of megatron.training, where that is what trains: a script of its own may save as it likes."""
+"""Patches of megatron.training's checkpointing. Scripts without megatron.training save as they like."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch of Megatron's gradient buffers, for counts of what is in them."""
+"""Patch of Megatron's gradient buffers, for counts of the micro-batches in them."""
 
 from __future__ import annotations
 

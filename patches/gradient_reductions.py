@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch of Megatron's reductions of gradients, for sums around a straggler."""
+"""Patch of Megatron's gradient reductions, for sums that work around a straggler."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches for updates that some of the data-parallel replicas make without the others."""
+"""Patches for parameter updates that some data-parallel replicas make without the others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches for steps of the optimizer that do not wait for the slowest stage."""
+"""Patches for optimizer steps that do not wait for the slowest stage."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of megatron.training by which a rank that has died and is started again goes on where the others are.
+"""Patches of megatron.training that let a restarted rank rejoin the job.
 
-Before data are read, for which data sets know where to begin: megatron.training.training.pretrain makes model and
-optimizer, then data iterators, then trains.
+The rank must rejoin before data are read, since data sets need to know where to begin:
+megatron.training.training.pretrain creates model and optimizer, then data iterators, then trains.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define `Patch`, one row of the table: which attribute, in which versions, why, and its replacement."""
+"""Define `Patch`, one row of the table: the attribute, its versions, the reason, and the replacement."""
 
 from __future__ import annotations
 
@@ -38,19 +38,21 @@ class Patch:
     versions: str
     """Version specifier (PEP 440) of megatron-core."""
     parameters: tuple[str, ...]
-    """Parameters the original must have; fewer means that it is not what this patch was written for."""
+    """Parameters that the original must have; otherwise it is not the function that this patch was written for."""
     reason: str
     replace: Callable[[Callable[..., Any], AdaptraRuntime], Callable[..., Any]]
-    """From the original and the runtime to the replacement."""
+    """Makes the replacement from the original and the runtime."""
 
     @property
     def has_target(self) -> bool:
-        """Return whether there is anything to change: a script need not use Megatron-LM's own training loop."""
+        """Return whether the module with the attribute is in use: a script need not use Megatron-LM's own training
+        loop.
+        """
         module = self.target.partition(":")[0]
         return module in sys.modules or not module.startswith("megatron.training")
 
     def owner(self) -> tuple[Any, str]:
-        """The object that holds the attribute, and its name. Raises PatchError if there is none."""
+        """Return the object that holds the attribute, and the attribute's name. Raises PatchError if there is none."""
         module_name, _, path = self.target.partition(":")
         *containers, attribute = path.split(".")
         try:

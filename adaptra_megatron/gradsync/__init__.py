@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of replicas summed around stragglers, and synchronisation modes."""
+"""Sum gradients of replicas around stragglers, and choose synchronisation modes."""

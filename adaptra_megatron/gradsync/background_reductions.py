@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronisations behind the computation: in a thread, in the order in which they were begun."""
+"""Run gradient synchronisations behind the computation, in a thread, in the order in which they begin."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 
 class Handle:
-    """Handle that Megatron waits for, as for one of torch's."""
+    """Handle of a task in the background, with the methods that Megatron uses of torch's."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        """Wait until it is done, also on the GPU for what is launched next. Raises what it has raised.
+        """Wait until the task is complete, and make later GPU work wait for it. Raises the task's error.
 
         Needs no deadline: each exchange in it has one.
         """
@@ -32,7 +32,7 @@ class Handle:
 
 
 class Background:
-    """One daemon thread that runs tasks in order; it starts with the first task."""
+    """Daemon thread that runs tasks in order. It starts with the first task."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ class Background:
         self._streams: dict[torch.device, Any] = {}
 
     def begin(self, task: Callable[[], None], device: torch.device) -> Handle:
-        """Run `task` in the thread. It works on tensors of `device`, behind all work launched there so far."""
+        """Run `task` in the thread. On `device`, its work runs after everything launched so far."""
         if device.type == "cpu":
             return self._submit(task)
         if device not in self._streams:
@@ -75,5 +75,5 @@ class Background:
         return done
 
     def close(self) -> None:
-        """End the thread once it has done what was begun; does not wait for it."""
+        """End the thread after the tasks that have begun. Does not wait for it."""
         self._tasks.put(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that exchange parts of gradients, one message each way at a time, over a process group of their own."""
+"""Exchange parts of gradients between replicas, one message each way at a time, over a process group of their own."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TAG = 0
 
 
 class PeerError(RuntimeError):
-    """A replica did not take its part in a synchronisation of gradients; names it, what was seen and the remedy."""
+    """A replica failed during a gradient synchronisation; names it, what was seen and the remedy."""
 
 
 class PeerMessage(NamedTuple):
-    """One way of an exchange."""
+    """One direction of an exchange."""
 
     tensor: torch.Tensor
     """Contiguous, of any type and at least one element."""
@@ -43,7 +43,7 @@ class PeerMessage(NamedTuple):
 
 
 class PeerExchange(Protocol):
-    """Carrier of a group's messages: `Peers`, or what is put around it."""
+    """Interface of a group's messages: `Peers`, or a wrapper around it."""
 
     @property
     def size(self) -> int:
@@ -51,33 +51,36 @@ class PeerExchange(Protocol):
 
     @property
     def index(self) -> int:
-        """This process's among them."""
+        """Index of this process in the group."""
 
     def begin(self, sends: PeerMessage | None, receives: PeerMessage | None) -> Begun:
-        """Begin to send and to receive, to and from one member or two. Raises PeerError."""
+        """Begin to send to one member and to receive from one member. Raises PeerError."""
 
 
 class Begun(NamedTuple):
-    """An exchange that has begun. Each way is to be waited for; None where there is none, or none that a host waits
-    for."""
+    """An exchange in progress. Wait for each direction; None if there is no message, or the host need not wait
+    for it.
+    """
 
     sent: Callable[[], None] | None
-    """Waits until what was sent may be changed. Raises PeerError."""
+    """Waits until the sent tensor may be changed. Raises PeerError."""
     received: Callable[[], None] | None
-    """Waits until what is received is there. Raises PeerError."""
+    """Waits until the message has arrived. Raises PeerError."""
 
 
 class Peers:
-    """One process's end of a private group. Used by one thread at a time.
+    """One process's end of a private group. For one thread at a time.
 
-    After an error the group is unusable to any member: connections are closed, so that members that wait for this one
-    wake at once, and each of them names the rank at the end of the chain of those that have missed another.
+    After an error no member can use the group: connections are closed, which wakes members that wait for this one at
+    once. Each member's error names the rank at the end of the chain of waits.
     """
 
     def __init__(self, backend: Any, store: Any, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
-        """`backend`: torch's ProcessGroupGloo or ProcessGroupNCCL of `ranks`, which nothing else uses. `store`: where
-        a member that misses another says so, for all. `ranks`: global ones. `timeout_s`: longest wait for an exchange;
-        a straggler may be away for so long."""
+        """`backend`: torch's ProcessGroupGloo or ProcessGroupNCCL of `ranks` (global ranks), for this object alone.
+
+        `store`: in which members publish which rank they wait for. `timeout_s`: longest wait for an exchange; a
+        straggler may take that long.
+        """
         self._backend, self._store, self._ranks, self._rank = backend, store, tuple(ranks), rank
         self._timeout_s = timeout_s
         self._standing: deque[tuple[Sequence[int], Any]] = deque()
@@ -90,9 +93,9 @@ class Peers:
     def meet(
         cls, control: ControlStore, name: str, ranks: Sequence[int], rank: int, timeout_s: float, device: torch.device
     ) -> Peers:
-        """A new group for tensors on `device`; all of `ranks` call this at about the same time.
+        """Create a group for tensors on `device`; all of `ranks` call this at about the same time.
 
-        `name`: of the synchronisation. Raises PeerError when a rank does not come within `timeout_s`.
+        `name`: of the synchronisation. Raises PeerError if a rank does not come within `timeout_s`.
         """
         place = f"gradients/{name}/{hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:24]}"
         try:
@@ -125,17 +128,17 @@ class Peers:
     def exchange(self, sends: PeerMessage | None, receives: PeerMessage | None) -> None:
         """Send and receive at the same time: neither waits for the other, on either end.
 
-        Returns when both are done, or with NCCL when they stand on the current stream. Raises PeerError if a peer has
-        died, or does not come within the timeout.
+        Returns when both are complete; with NCCL, when both are in the current stream's queue. Raises PeerError if a
+        peer has failed, or does not come within the timeout.
         """
         for wait in self.begin(sends, receives):
             if wait is not None:
                 wait()
 
     def begin(self, sends: PeerMessage | None, receives: PeerMessage | None) -> Begun:
-        """Begin what `exchange` does. Messages between two members arrive in the order in which they were begun.
+        """Begin an exchange. Messages between two members arrive in the order in which they were begun.
 
-        With NCCL the current stream waits for both ways, and the host for none.
+        With NCCL the current stream waits for both directions, and the host for none.
         """
         self._require_backend()
         peers = [message.peer for message in (receives, sends) if message is not None]
@@ -149,18 +152,18 @@ class Peers:
         return Begun(waits[-1] if sends is not None else None, waits[0] if receives is not None else None)
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        """Put the sum over all members in place of `values`, by the library's own algorithm. Raises PeerError."""
+        """Replace `values` by the sum over all members, with the library's own algorithm. Raises PeerError."""
         self._collective(lambda backend: backend.allreduce([values]))
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return what each member has handed in, of the same shape, by index: ready for the host. Raises PeerError."""
+        """Return the `values` of each member, of the same shape, by index, ready for the host. Raises PeerError."""
         found = [torch.empty_like(values) for _ in self._ranks]
         self._collective(lambda backend: backend.allgather([found], [values]))
         self.settle()
         return found
 
     def settle(self) -> None:
-        """Wait for what stands on streams. Raises PeerError once nothing of it has ended for the timeout."""
+        """Wait for all work in streams. Raises PeerError if none of it has ended for the timeout."""
         moved_s = time.monotonic()
         while self._standing:
             peers, work = self._standing[0]
@@ -178,8 +181,9 @@ class Peers:
                 time.sleep(_POLL_S)
 
     def _enqueued(self, peers: Sequence[int], work: Any) -> None:
-        """Have the current stream wait. With a timeout it would be this thread, a millisecond at a time: torch's
-        WorkNCCL.wait."""
+        """Make the current stream wait. With a timeout torch's WorkNCCL.wait would block this thread, polling each
+        millisecond.
+        """
         work.wait()
         self._standing.append((tuple(peers), work))
 
@@ -211,7 +215,7 @@ class Peers:
         return self._error(mine, cause)
 
     def _launch(self, sends: PeerMessage | None, receives: PeerMessage | None, peers: Sequence[int]) -> list[int]:
-        """Return keys of the receive and the send in `_works`, or none where they stand on a stream."""
+        """Return keys in `_works` of the receive and the send; none for work in a stream."""
         backend = self._backend
         operations = [
             (launch, message)
@@ -252,10 +256,10 @@ class Peers:
         )
 
     def _trace(self, accusers: dict[int, frozenset[int]]) -> None:
-        """Follow the chain of waits: add which ranks each accused rank accuses itself.
+        """Follow the chain of waits: add the ranks that each accused rank accuses itself.
 
-        A rank that waits for one that waits for the culprit may come to its timeout first: the accused have _TRACED_S
-        to accuse others. Raises RuntimeError where the store does not answer.
+        A rank further up the chain may reach its timeout first, so the accused have _TRACED_S to accuse others. Raises
+        RuntimeError if the store does not answer.
         """
         until_s = time.monotonic() + _TRACED_S
         while (silent := _silent(accusers)) and time.monotonic() < until_s:

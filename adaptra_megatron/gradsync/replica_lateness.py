@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find which replica comes last to synchronisations, by how much, and how sure that is. No clocks are compared.
+"""Find which replica arrives last at synchronisations, by how much, and how reliably. No clocks are compared.
 
-All replicas leave a synchronisation at about the same time, so the one that was in it for the shortest time came last.
+All replicas leave a synchronisation at about the same time, so the one that spent the shortest time in it came last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEPT = 9
 
 
 class Lateness:
-    """Measurements of one group of replicas. The same on all of them, for all are given the same numbers."""
+    """Measurements of one group of replicas. All replicas get the same numbers, and so agree."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -28,8 +28,11 @@ class Lateness:
         self._bytes_s: deque[float] = deque(maxlen=_KEPT)
 
     def saw(self, waits_s: Sequence[float], latency_s: float, stock_nbytes: int) -> None:
-        """One synchronisation. `waits_s`: seconds that each replica was in it, by index. `latency_s`: of a message.
-        `stock_nbytes`: what a library's all-reduce has summed up in it; 0 if that was not all."""
+        """Record one synchronisation. `waits_s`: seconds that each replica spent in it, by index.
+
+        `latency_s`: of a message. `stock_nbytes`: bytes that a library's all-reduce summed in it; 0 if it did not sum
+        all.
+        """
         last, delay_s = last_arrival(waits_s)
         self._latest.append((last, delay_s))
         self._latencies_s.append(latency_s)
@@ -40,23 +43,25 @@ class Lateness:
 
     @property
     def last(self) -> int:
-        """Index of the replica that came last to the latest synchronisation; of the last one before the first."""
+        """Index of the replica that came last to the latest synchronisation; before the first, the last index."""
         return self._latest[-1][0] if self._latest else self._ranks - 1
 
     @property
     def sure_delay_s(self) -> float:
-        """The least time by which one and the same replica came last, `PERSISTENT` times in a row; else 0."""
+        """Return the minimum delay of the same last replica over the latest `PERSISTENT` synchronisations; 0 if they
+        differ.
+        """
         if len(self._latest) < PERSISTENT or len({last for last, _ in self._latest}) > 1:
             return 0.0
         return min(delay_s for _, delay_s in self._latest)
 
     @property
     def wire(self) -> AllReduceWire | None:
-        """The medians of what was measured; None before a library's all-reduce has been."""
+        """Return the median measurements; None before a library's all-reduce was measured."""
         return AllReduceWire(median(self._latencies_s), median(self._bytes_s)) if self._bytes_s else None
 
 
 def last_arrival(waits_s: Sequence[float]) -> tuple[int, float]:
-    """Index of the replica that came last to a synchronisation of at least two, and by how much after all others."""
+    """Return the index of the last of at least two replicas, and its delay after all others in seconds."""
     last = min(range(len(waits_s)), key=waits_s.__getitem__)
     return last, min(wait_s for index, wait_s in enumerate(waits_s) if index != last) - waits_s[last]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the replicas of one group, by the algorithm that was asked for or that pays."""
+"""Sum over the replicas of one group, by the requested algorithm or the fastest one."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ logger = logger_of(__name__)
 
 
 class Group(PeerExchange, Protocol):
-    """The ranks that gradients are summed over: see `Peers`."""
+    """Interface of the ranks that gradients are summed over: see `Peers`."""
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Sum `values` in place over the ranks, by torch's all-reduce."""
 
     def settle(self) -> None:
-        """Wait until all started sums are done."""
+        """Wait until all started sums are complete."""
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return the `values` of every rank, in rank order."""
 
 
 class _Waited(NamedTuple):
-    """One sum."""
+    """Measurement of one sum."""
 
     place: int
     seconds: float
-    """Seconds that this replica spent in it."""
+    """Time that this replica spent in it."""
     stock_nbytes: int
     """See `Lateness.saw`."""
 
 
 class ReplicaSums:
-    """One replica's part. All replicas make the same calls in the same order, and so decide alike."""
+    """Sums of one replica. All replicas make the same calls in the same order, and so make the same choices."""
 
     def __init__(self, peers: Group, mode: str) -> None:
-        """`mode`: a name in `ALGORITHMS`, around the replica that came last before; or "auto": as the model says."""
+        """`mode`: a name in `ALGORITHMS`, applied around the replica that came last before; or "auto": by the model."""
         self._peers, self._mode = peers, mode
         self._lateness: defaultdict[int, Lateness] = defaultdict(lambda: Lateness(peers.size))
         """By place."""
@@ -59,11 +59,11 @@ class ReplicaSums:
         """How many synchronisations each algorithm had a part in."""
 
     def sum_up(self, values: Sequence[torch.Tensor], place: int) -> None:
-        """Put sums over all replicas in place of `values`, contiguous tensors of one dimension.
+        """Replace `values`, contiguous tensors [n], by their sums over all replicas.
 
-        `place`: how many other sums the iteration has had before. At each of them another replica may be late, by
-        another time: so much is known of it one iteration later, for the first one, else two. Raises PeerError when a
-        replica fails.
+        `place`: number of earlier sums in this iteration. At each of them another replica may be late, by another time.
+        The measurement of a sum is used one iteration later for the first one, else two. Raises PeerError if a replica
+        fails.
         """
         device, nbytes = values[0].device, sum(each.nbytes for each in values)
         if device.type == "cuda":
@@ -117,7 +117,7 @@ class ReplicaSums:
         self._plans[key](values)
 
     def _share(self, device: torch.device) -> None:
-        """Two rounds among replicas that are together: the first shares the times, the second times itself."""
+        """Run two rounds among replicas that have met: the first shares the times, the second is timed itself."""
         waited, self._waited = self._waited, []
         shared = self._shared([each.seconds for each in waited], device)
         begun_s = time.monotonic()
@@ -128,6 +128,6 @@ class ReplicaSums:
             self._lateness[each.place].saw(waits_s, min(latencies_s)[0], each.stock_nbytes)
 
     def _shared(self, values: Sequence[float], device: torch.device) -> list[list[float]]:
-        """Return what each replica has handed in, as many values as all others."""
+        """Return the `values` of each replica; all have equally many."""
         own = torch.tensor(values, dtype=torch.float64, device=device)
         return [each.tolist() for each in self._peers.gather(own)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one rank's part in any `AllReduce`, around a straggler that may be any rank.
+"""Run one rank's part of any `AllReduce`, around a straggler that may be any rank.
 
 The algorithms are in `gradsync/all_reduce/`.
 """
@@ -20,10 +20,12 @@ _OPEN = 4
 
 
 class StragglerAllReduce:
-    """Sums a tensor up over all members of a group, in place."""
+    """Sums a tensor over all members of a group, in place."""
 
     def __init__(self, peers: PeerExchange, plan: AllReduce, straggler: int) -> None:
-        """`plan`: of as many ranks as `peers` has. `straggler`: index of the member that comes last; all must agree."""
+        """`plan`: for as many ranks as `peers` has. `straggler`: index of the member that comes last; all must
+        agree.
+        """
         assert plan.ranks == peers.size, f"a plan of {plan.ranks} ranks for a group of {peers.size}"
         assert 0 <= straggler < plan.ranks, f"straggler {straggler} is none of {plan.ranks} members"
         self._peers = peers
@@ -34,10 +36,10 @@ class StragglerAllReduce:
         ]
 
     def __call__(self, values: torch.Tensor) -> None:
-        """Put the sum over all members in place of `values`: contiguous, of one dimension, the same size everywhere.
+        """Replace `values` by the sum over all members: a contiguous tensor [n], of the same size everywhere.
 
-        All members have the same afterwards, to the bit. Sums are in the tensor's own type. Raises PeerError when a
-        member fails; what is in `values` is then unusable.
+        All members get the same bits. Sums are in the tensor's own type. Raises PeerError if a member fails; the
+        content of `values` is then unusable.
         """
         assert values.dim() == 1, f"{values.dim()} dimensions"
         assert values.is_contiguous()
@@ -49,10 +51,10 @@ class StragglerAllReduce:
 
 
 class _Run:
-    """A phase that is carried out over one tensor.
+    """One phase in progress over one tensor.
 
-    A step waits for those before it that have one of its chunks, and for no others: so a link does not stand idle while
-    what came over another one is seen to, and additions run along with the next messages.
+    A step waits only for earlier steps with the same chunks. So one link is not idle while a message of another is
+    processed, and additions overlap with the next messages.
     """
 
     def __init__(self, peers: PeerExchange, members: Sequence[int], phase: RoundPhase, values: torch.Tensor) -> None:
@@ -85,7 +87,7 @@ class _Run:
         self._end(set(), 0)
 
     def _end(self, chunks: Set[int], most: int) -> None:
-        """End what has one of `chunks`, and the oldest of what is open beyond `most`."""
+        """End the open steps that have one of `chunks`, and the oldest ones beyond `most`."""
         beyond = len(self._open) - most
         ended = [half for number, half in enumerate(self._open) if number < beyond or half[0] in chunks]
         self._open = [half for number, half in enumerate(self._open) if number >= beyond and half[0] not in chunks]
@@ -99,7 +101,7 @@ class _Run:
         self._scratch.append(room)
 
     def _message(self, chunk: int, position: int) -> PeerMessage | None:
-        """One chunk to or from the member in a position of the plan; None for an empty one, on both ends."""
+        """Return the message of one chunk to or from the member at a position of the plan; None for an empty chunk."""
         first, end = self._phase.bounds(chunk, self._values.numel())
         return PeerMessage(self._values[first:end], self._members[position]) if end > first else None
 
@@ -109,7 +111,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Some:
-    """An Exchange of some members, numbered anew."""
+    """Exchange among some members, which are renumbered."""
 
     peers: PeerExchange
     members: tuple[int, ...]
@@ -130,10 +132,10 @@ class _Some:
 
 
 def sum_over(peers: PeerExchange, members: Sequence[int], values: torch.Tensor) -> None:
-    """Put the sum over `members`, of which this is one, in place of `values`: a contiguous tensor of one dimension.
+    """Replace `values`, a contiguous tensor [n], by the sum over `members`, which include this one.
 
-    All of them call this, in the same order, with the same size, and have the same afterwards, to the bit: a ring.
-    Raises PeerError when a member fails.
+    All members call this in the same order, with the same size, and get the same bits: it is a ring. Raises PeerError
+    if a member fails.
     """
     if len(members) > 1:
         some = _Some(peers, tuple(members))

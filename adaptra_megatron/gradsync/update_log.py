@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which replicas arrive, as all see it: a list in the job's store, to which each adds at its end.
+"""Log of the order in which replicas arrive: a list in the job's store, to which each replica appends.
 
-No rank decides for others. Each follows the list by itself, in a thread, and comes to the same updates
-(`schedule.sync_modes.updates`) and the same modes.
+No rank decides for others. Each follows the list in a thread, and computes the same updates (`sync_modes.updates`) and
+the same modes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _AGES = timedelta(days=3650)
 
 
 class DeathWatch:
-    """One rank's end. Each watches the one behind it, by a connection that its kernel closes when its process ends.
+    """Detects the failure of one other rank: ranks form a ring, and each watches the next by a connection.
 
-    One that is stopped (SIGSTOP), or slow, keeps its connections. So does one whose host is cut off: that is for the
-    timeouts of others.
+    The kernel closes the connection when the process ends. A process that is stopped (SIGSTOP) or slow, or whose host
+    is cut off, keeps it: timeouts elsewhere detect those.
     """
 
     def __init__(
@@ -56,8 +56,11 @@ class DeathWatch:
         timeout_s: float,
         died: Callable[[int], None],
     ) -> None:
-        """All of `ranks` (global ones, 2 or more) call this at about the same time. `died`: called in a thread, with
-        the rank that is gone without a farewell. Raises RuntimeError when one does not come within `timeout_s`."""
+        """Connect the ring. All of `ranks` (2 or more global ranks) call this at about the same time.
+
+        `died`: called in a thread, with the rank that ended without a farewell. Raises RuntimeError if one does not
+        come within `timeout_s`.
+        """
         own = ranks.index(rank)
         self._before = (own - 1) % len(ranks)
         self._watched, behind = ranks[(own + 1) % len(ranks)], (own + 1) % len(ranks)
@@ -69,7 +72,7 @@ class DeathWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Say farewell to the rank that watches this one."""
+        """Send a farewell to the rank that watches this one."""
         self._closed = True
         try:
             self._group.send([torch.zeros(1)], self._before, _FAREWELL_TAG).wait(timedelta(seconds=self._timeout_s))
@@ -99,10 +102,10 @@ exchange for the target's gradient, which the source keeps for its next update."
 
 
 class UpdateLog:
-    """One rank's end of it. One thread calls `begin`, `hand_in`, `meet`, `reached` and `close`.
+    """One rank's access to the log. One thread calls `begin`, `hand_in`, `meet`, `reached` and `close`.
 
-    A rank that fails leaves, and the others then stop with an error that names it; so they do when one is killed. One
-    that stands still, or whose host is cut off, is named once nothing has come from its replica for the timeout.
+    If a rank fails or is killed, the others stop with an error that names it. A rank that is stalled, or whose host is
+    cut off, is named once its replica has been silent for the timeout.
     """
 
     def __init__(
@@ -118,9 +121,12 @@ class UpdateLog:
         timeout_s: float,
         carry: Carry,
     ) -> None:
-        """`replicas`: a global rank of each, for messages. `own`: index of this rank's. `leads`: true on the one rank
-        of the replica that adds to the list, the last to have its gradients. `timeout_s`: longest wait for other
-        replicas; a straggler may take that long. `carry`: called in the thread."""
+        """`replicas`: a global rank of each, for messages. `own`: index of this rank's replica. `timeout_s`: longest
+        wait for other replicas; a straggler may take that long. `carry`: called in the thread.
+
+        `leads`: True on the one rank of the replica that appends to the list: the one whose gradients are complete
+        last.
+        """
         self._replicas, self._own, self._rank, self._leads = tuple(replicas), own, rank, leads
         self._timeout_s, self._carry = timeout_s, carry
         self._updates = Updates(len(replicas), max_staleness)
@@ -138,13 +144,15 @@ class UpdateLog:
         self._watch = DeathWatch(control, place, self._replicas, rank, timeout_s, self._has_died)
 
     def begin(self) -> None:
-        """Say that this replica computes with the parameters of its last update: the first member of one that not all
-        replicas are in says so. Raises SilentStoreError."""
+        """Report that this replica computes with the parameters of its last update. Raises SilentStoreError.
+
+        The first member of each update without all replicas must report this.
+        """
         if self._leads:
             self._add([_BEGUN, self._own])
 
     def hand_in(self, gradient: Gradient) -> None:
-        """Say that this replica has one; `next` returns what comes of it. Raises SilentStoreError."""
+        """Report that this replica has a gradient; `next` returns the event that follows. Raises SilentStoreError."""
         with self._changed:
             self._handed_in += 1
             self._changed.notify_all()
@@ -152,12 +160,14 @@ class UpdateLog:
             self._add([_ARRIVED, self._own, *gradient])
 
     def meet(self) -> None:
-        """Say that this replica has come to where all meet; `next` returns when all have. Raises SilentStoreError."""
+        """Report that this replica is at a meeting; `next` returns once all are. Raises SilentStoreError."""
         if self._leads:
             self._add([_MET, self._own])
 
     def next(self) -> Event:
-        """The next event that this replica has a part in. Raises PeerError when others are missed for the timeout."""
+        """Return the next event that concerns this replica. Raises PeerError if other replicas are silent for the
+        timeout.
+        """
         try:
             found = self._found.get(timeout=self._timeout_s)
         except queue.Empty:
@@ -172,7 +182,7 @@ class UpdateLog:
         return found
 
     def failure(self) -> BaseException | None:
-        """Return why a sum has failed, as far as the list says or comes to say; it is raised by `next`, too."""
+        """Return why a sum has failed, waiting a moment for the list to show it; `next` raises it, too."""
         try:
             found = self._found.get(timeout=_EXPLAINED_S)
         except queue.Empty:
@@ -181,13 +191,13 @@ class UpdateLog:
         return found if isinstance(found, BaseException) else None
 
     def reached(self, version: int) -> None:
-        """This rank's parameters are those of `version`, and stay so until it has a part in the next update."""
+        """Record that this rank's parameters are those of `version`, until its next update."""
         with self._changed:
             self._reached = version
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Leave, and end the thread."""
+        """Leave the log, and end the thread."""
         if self._closing:
             return
         self._closing = True
@@ -200,7 +210,7 @@ class UpdateLog:
         self._writer.close()
 
     def _add(self, record: list[Any]) -> None:
-        """Put it behind the last one, whichever replicas add at the same time."""
+        """Append a record, even if other replicas append at the same time."""
         value, place = json.dumps(record).encode(), self._read
         while True:
             key = str(place)
@@ -231,7 +241,7 @@ class UpdateLog:
         return record
 
     def _take(self, record: list[Any]) -> bool:
-        """Follow one; returns False where it is this rank's last."""
+        """Process one record; return False if it is this rank's last."""
         what, replica, *rest = record
         if what in (_LEFT, _DIED):
             return self._gone(int(rest[0]), died=what == _DIED)

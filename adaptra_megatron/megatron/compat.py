@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that differs between the releases of Megatron-core that are supported, seen by what is there, in one place.
+"""All differences between the supported releases of Megatron-core, in one place, each detected by what the release has.
 
-Not by `__version__`: tags carry that of another release (core_v0.17.0 says 0.17.0rc0), and forks keep it.
+They are not detected by `__version__`: tags carry that of another release (core_v0.17.0 says 0.17.0rc0), and forks keep
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.core.transformer.moe import moe_utils
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that moved: what, since which release, and how it is seen."""
+    """One difference: what moved, since which release, and how it is detected."""
 
     what: str
     since: str
@@ -69,13 +70,13 @@ def _takes(function: Callable[..., Any], parameter: str) -> bool:
 
 
 def groups_keyword() -> str:
-    """The name under which a schedule is given its process groups, and gives them to finalize_model_grads."""
+    """Return the keyword by which schedules receive process groups and pass them to finalize_model_grads."""
     newer = _takes(schedules.forward_backward_pipelining_without_interleaving, "pg_collection")
     return "pg_collection" if newer else "grad_finalize_pgs"
 
 
 def default_groups() -> Any:
-    """The process groups that stock's schedules take when none are given."""
+    """Return the process groups that stock's schedules use when none are given."""
     build = getattr(schedules, "_build_default_pg_collection", None)
     if build is not None:
         return build()
@@ -95,13 +96,13 @@ def default_groups() -> Any:
 
 
 def data_parallel_group(groups: Any) -> Any:
-    """The group of this rank's peers in other replicas: the same stage and the same lane."""
+    """Return the group of this rank's peers in other replicas: those of the same stage and lane."""
     found = getattr(groups, "dp", None)
     return parallel_state.get_data_parallel_group() if found is None else found
 
 
 def megatron_version() -> str:
-    """Version of megatron-core as it is imported, which need not be what is installed."""
+    """Return the version of the imported megatron-core, which may differ from the installed one."""
     return str(megatron.core.__version__)
 
 
@@ -122,7 +123,7 @@ def backward_step(
     output_gradient: torch.Tensor | None,
     config: Any,
 ) -> torch.Tensor | None:
-    """Megatron's backward_step of one micro-batch through `model`: the gradient of its input."""
+    """Call Megatron's backward_step of one micro-batch through `model`; return the gradient of its input."""
     tensors = (input_tensor, output_tensor, output_gradient)
     with_type = _takes(schedules.backward_step, "model_type")
     rest = (schedules.get_model_type(model), config) if with_type else (config,)
@@ -131,24 +132,26 @@ def backward_step(
 
 
 def is_encoder_decoder(model: torch.nn.Module) -> bool:
-    """Return whether `model` is of the type that has two pipelines in one; where there is no such type, no model is."""
+    """Return whether `model` is of the encoder-and-decoder type; False in releases without that type."""
     both = getattr(enums.ModelType, "encoder_and_decoder", None)
     return both is not None and schedules.get_model_type(model) == both
 
 
 def has_sharded_weight(ctx: Any) -> bool:
-    """Return whether the linear layer whose autograd context this is gathers its weight for each use."""
+    """Return whether the linear layer of this autograd context gathers its weight for each use."""
     return getattr(ctx, "gtp_remat_size", 1) > 1
 
 
 def gradient_to_use(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
-    """The gradient of a linear layer's output as its backward uses it; `ctx`: its autograd context."""
+    """Return the output gradient of a linear layer as its backward uses it. `ctx`: its autograd context."""
     return grad_output.to(getattr(ctx, "input_dtype", grad_output.dtype))
 
 
 def logged_sums() -> dict[tuple[str, ...], torch.Tensor]:
-    """Return the sums that forwards add to for the log, by name: auxiliary losses of experts, losses of multi-token
-    prediction. Tensors of [layers], Megatron's own; those that no forward has made yet are not there."""
+    """Return Megatron's sums for the log by name: auxiliary losses of experts, losses of multi-token prediction.
+
+    They are Megatron's own tensors [layers], to which forwards add. Sums that no forward has created yet are missing.
+    """
     sums: dict[tuple[str, ...], torch.Tensor] = {("experts", name): value for name, value in _expert_sums().items()}
     for name, value in multi_token_prediction.MTPLossLoggingHelper.tracker.items():
         if isinstance(value, torch.Tensor):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three things a stage computes, by Megatron's own forward_step and backward_step."""
+"""Compute F, I and W of a stage by Megatron's own forward_step and backward_step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
 class StageComputation(Protocol):
-    """Computation that the executor runs; emulation wraps these three methods."""
+    """Interface of the computation that the executor runs; emulation wraps these three methods."""
 
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        """Output of the chunk (the loss on the last virtual stage); `input_tensor` is None on the first."""
+        """Return the output of the chunk; on the last virtual stage, the loss. `input_tensor` is None on the first."""
 
     def backward(
         self,
@@ -32,15 +32,19 @@ class StageComputation(Protocol):
         *,
         split: bool,
     ) -> torch.Tensor | None:
-        """Gradient of the input (None on the first virtual stage); `split` leaves weight gradients for later."""
+        """Return the gradient of the input; None on the first virtual stage. `split`: leave weight gradients
+        for later.
+        """
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
         """Accumulate the weight gradients that the split backward of this micro-batch left."""
 
 
 class SurroundedComputation:
-    """StageComputation whose every action runs within a context, which is made of its kind ("F", "B", "I" or "W"),
-    chunk and micro-batch."""
+    """StageComputation whose actions each run within a context.
+
+    The context is created from the action's kind ("F", "B", "I" or "W"), chunk and micro-batch.
+    """
 
     def __init__(
         self, computation: StageComputation, around: Callable[[str, int, int], AbstractContextManager[object]]
@@ -74,16 +78,16 @@ class SurroundedComputation:
 
 
 class Input(NamedTuple):
-    """Input of Megatron's forward_step for a micro-batch besides what another stage has sent."""
+    """Input of Megatron's forward_step for a micro-batch, apart from the activation of another stage."""
 
     iterator: Iterator[Any] | None
-    """Yields its data next."""
+    """Iterator whose next item is the micro-batch's data."""
     number: int
     """Within its replica's iteration."""
 
 
 def stock_inputs(call: PipelineCall) -> Callable[[int, int], Input]:
-    """Return the inputs that stock has: each chunk's from the call's own iterator, in order."""
+    """Return stock's inputs: for each chunk, the call's own iterator in order."""
     return lambda chunk, micro_batch: Input(call.data_iterators[chunk], micro_batch)
 
 
@@ -96,7 +100,7 @@ class MegatronComputation:
         queue: WeightGradientQueue,
         inputs: Callable[[int, int], Input],
     ) -> None:
-        """`inputs`: asked before each forward, by chunk and micro-batch."""
+        """`inputs`: called before each forward, with chunk and micro-batch."""
         self.losses: list[Any] = []
         """What the loss functions returned, in forward order: stock's forward_data_store."""
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -156,7 +160,9 @@ class MegatronComputation:
 
 
 def _owned_forward_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """The training script's forward_step and the loss functions that it returns: their errors are the script's own."""
+    """Wrap the training script's forward_step and its loss functions, so that their errors count as the
+    script's own.
+    """
 
     def forward_step(*given: Any) -> tuple[Any, Any]:
         with of_script():

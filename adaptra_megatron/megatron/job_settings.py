@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's settings by the names of Megatron's configs, whatever they came in: a command line, a document, objects."""
+"""Read a job's settings by the names of Megatron's configs, from a command line, a document or objects."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ RATES = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_rou
 
 
 def settings_of_command_line(words: Sequence[str]) -> SimpleNamespace:
-    """The settings in Megatron-LM's flags, and in those of a fork, which its parser would not know.
+    """Return the settings in Megatron-LM's flags, and in those of forks, which its parser would not know.
 
-    A flag's setting has its name; what follows it up to the next flag is its value, and True where nothing does.
+    A flag's setting has its name. Its value is the words up to the next flag, or True without any.
     """
     found: dict[str, Any] = {}
     name = None
@@ -83,10 +83,10 @@ def settings_of_command_line(words: Sequence[str]) -> SimpleNamespace:
 
 
 def settings_of_objects(root: Any) -> SimpleNamespace:
-    """The settings in configurations within configurations: those of Megatron-Bridge and NeMo, and documents.
+    """Return the settings in nested configurations: those of Megatron-Bridge and NeMo, and documents.
 
-    Where two have a setting of one name, that of the outer one counts unless it is None, but for those that are applied
-    later, and those that are on wherever they stand.
+    If two configurations have a setting of one name, the outer one counts unless it is None. Exceptions are
+    configurations that are applied later, and settings that are on wherever they stand.
     """
     found: dict[str, Any] = {}
     later: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def settings_of_objects(root: Any) -> SimpleNamespace:
 
 
 def check_numbers(settings: SimpleNamespace) -> None:
-    """Raise ValueError, with the setting's name, for what cannot be a number although rules compare it with one."""
+    """Raise ValueError, naming the setting, for a value that is no number although rules compare it with one."""
     for name, value in vars(settings).items():
         if value is None:
             continue
@@ -133,7 +133,7 @@ def check_numbers(settings: SimpleNamespace) -> None:
 
 
 def _class_name(place: str, each: Any) -> str:
-    """Of a configuration; of one in a document, which has none, by its target or by the name that it stands under."""
+    """Return the class name of a configuration; in a document, its target or the name that it stands under."""
     if isinstance(each, Mapping):
         return str(each.get("_target_") or place.title().replace("_", ""))
     made_by = getattr(each, "__fn_or_cls__", type(each))  # fiddle's
@@ -149,7 +149,7 @@ def _is_of_adapters(place: str, each: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def _fields(each: Any) -> Mapping[str, Any]:
-    """Return what `each` is made of, if it is a configuration."""
+    """Return the fields of `each` if it is a configuration."""
     if hasattr(each, "__arguments__"):  # of fiddle, by which NeMo writes recipes
         return {str(name): value for name, value in each.__arguments__.items()}
     if isinstance(each, Mapping):
@@ -160,7 +160,7 @@ def _fields(each: Any) -> Mapping[str, Any]:
 
 
 def _complete(settings: dict[str, Any]) -> SimpleNamespace:
-    """Return the settings with flags replaced by what they set, and words by their values."""
+    """Return the settings with flags replaced by the settings that they change, and words by their values."""
     settings = {name: _value(value) if isinstance(value, str) else value for name, value in settings.items()}
     for name, value in list(settings.items()):
         if name not in (*SIZES, *COUNTS) and isinstance(value, str) and value.startswith("${"):

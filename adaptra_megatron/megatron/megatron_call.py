@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of Megatron's forward_backward function, with its arguments brought into one form for both schedules."""
+"""One call of Megatron's forward_backward function, with its arguments in one form for both schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PipelineCall:
     model_chunks: list[torch.nn.Module]
     micro_batches: int
     message_shape: tuple[int, ...] | None
-    """[sequence, micro-batch, hidden] of what travels between stages; None when it varies."""
+    """Shape [sequence, micro-batch, hidden] of messages between stages; None if it varies."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
@@ -55,22 +55,24 @@ class PipelineCall:
 
     @property
     def message_nbytes(self) -> int:
-        """Size of what travels between stages; 0 when it varies."""
+        """Size of messages between stages; 0 if it varies."""
         return math.prod(self.message_shape) * int(self.config.pipeline_dtype.itemsize) if self.message_shape else 0
 
     @property
     def group_size(self) -> int | None:
-        """Megatron's micro-batch group size per virtual pipeline stage; None where there is but one."""
+        """Return Megatron's micro-batch group size per virtual pipeline stage; None with one virtual stage per
+        stage.
+        """
         return self.config.microbatch_group_size_per_vp_stage if self.chunks > 1 else None
 
     @property
     def placement(self) -> Placement:
-        """Megatron's own: its model chunks have been built for it."""
+        """Megatron's own placement, which its model chunks are built for."""
         return interleaved(self.stages, self.chunks)
 
     @property
     def last_place(self) -> Place:
-        """Return where the loss is computed."""
+        """Return the stage and chunk that compute the loss."""
         return self.placement.places[-1]
 
     @property
@@ -79,15 +81,15 @@ class PipelineCall:
 
 
 def config_of(model: torch.nn.Module) -> Any:
-    """Megatron's ModelParallelConfig of a model chunk, however it is wrapped."""
+    """Return Megatron's ModelParallelConfig of a model chunk, whatever wraps it."""
     return schedules.get_model_config(model)
 
 
 def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> PipelineCall:
-    """Bring the keyword arguments of a stock schedule into one form.
+    """Convert the keyword arguments of a stock schedule.
 
-    Raises UnsupportedFeatureError for what the executor cannot run, ValueError as stock does for arguments that
-    contradict each other.
+    Raises UnsupportedFeatureError for features that the executor cannot run, ValueError as stock does for contradictory
+    arguments.
     """
     model = arguments["model"]
     iterator = arguments["data_iterator"]
@@ -126,11 +128,10 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
 
 
 def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> int:
-    """Return how many spans of layers a backward recomputes one after the other, the most of any chunk; 0 where none
-    is.
+    """Return the number of layer spans that a backward recomputes, the maximum over chunks; 0 without recomputation.
 
-    --recompute-granularity full: `uniform` recomputes all layers, so many at once; `block` the first of each chunk, one
-    by one. Primus names the layers instead (recompute_layer_ids).
+    With --recompute-granularity full, `uniform` recomputes all layers in spans of several, `block` the first layers of
+    each chunk one by one. Primus names the layers instead (recompute_layer_ids).
     """
     if getattr(config, "recompute_granularity", None) != "full":  # a ModelParallelConfig alone has none
         return 0
@@ -142,7 +143,7 @@ def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> in
 
 
 def work_of(model_chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
-    """Return what each chunk computes, in words that are the same where it is about as much."""
+    """Return a description of each chunk's work, equal for chunks with about the same amount."""
     parts = {"mtp": "mtp", "pre_process": "embedding", "post_process": "loss"}
 
     def words(model: torch.nn.Module) -> str:
@@ -157,8 +158,10 @@ def _layers(model: torch.nn.Module) -> int:
 
 
 def shared_groups(config: Any, groups: Any) -> list[list[int]]:
-    """Global ranks of each group that this rank meets in collectives inside F, B and W. `groups`: those that the model
-    was built with."""
+    """Return the global ranks of each group whose collectives this rank joins inside F, B and W.
+
+    `groups`: those that the model was built with.
+    """
 
     def known(*names: str) -> list[Any]:
         return [group for name in names if (group := getattr(groups, name, None)) is not None]
@@ -183,7 +186,7 @@ def shared_groups(config: Any, groups: Any) -> list[list[int]]:
 
 
 def _process_groups(arguments: Mapping[str, Any]) -> tuple[torch.distributed.ProcessGroup, Any]:
-    """The pipeline's group and the collection that finalize_model_grads gets, as stock builds them."""
+    """Return the pipeline's group, and the collection for finalize_model_grads, as stock builds them."""
     keyword = groups_keyword()
     communicator, groups = arguments.get("p2p_communicator"), arguments.get(keyword)
     if (communicator is None) != (groups is None):
@@ -202,7 +205,9 @@ def _process_groups(arguments: Mapping[str, Any]) -> tuple[torch.distributed.Pro
 def message_shape(
     arguments: Mapping[str, Any], config: Any, groups: Any, *, interleaved: bool
 ) -> tuple[int, ...] | None:
-    """The shape of what stages hand on, by the `arguments` of stock's schedule; None where messages say their own."""
+    """Return the shape of messages between stages, from the `arguments` of stock's schedule; None if each message has
+    its own.
+    """
     # What a stage of multi-token prediction alone hands on has a sequence per prediction; stock sends shapes, too.
     if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
         return None

@@ -19,9 +19,11 @@ from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
 def repeats_iteration() -> bool:
-    """Return whether Megatron has the iteration before run once more, with its data and random states, because a result
-    of it was odd (megatron/core/rerun_state_machine.py: RerunStateMachine.should_run_forward_backward). The same on all
-    ranks."""
+    """Return whether Megatron repeats the previous iteration with its data and random states, since a result was odd.
+
+    The answer is equal on all ranks (megatron/core/rerun_state_machine.py:
+    RerunStateMachine.should_run_forward_backward).
+    """
     # Not by get_rerun_state_machine, which makes one where the script has none.
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     return machine is not None and machine.state is rerun_state_machine.RerunState.RERUNNING_IN_PLACE
@@ -29,8 +31,9 @@ def repeats_iteration() -> bool:
 
 @contextmanager
 def iteration(call: PipelineCall) -> Iterator[Any]:
-    """What stock does before its first action and after its last; yields the embedding module that `finish_gradients`
-    needs."""
+    """Do what stock does before its first action and after its last; yield the embedding module for
+    `finish_gradients`.
+    """
     config, embedding = call.config, None
     if config.finalize_model_grads_func is not None and not call.forward_only:
         model = call.model_chunks if call.interleaved else call.model_chunks[0]
@@ -46,9 +49,12 @@ def iteration(call: PipelineCall) -> Iterator[Any]:
 
 
 def forget_gradients(call: PipelineCall) -> None:
-    """Undo what an attempt at a training iteration that did not come to its end has left in the model, so that
-    another one begins as the first did: with gradients of 0 and no reduction under way (distributed/
-    param_and_grad_buffer.py: _ParamAndGradBucketGroup)."""
+    """Reset the model's gradients and reductions after an attempt that did not finish, so that the next one begins
+    afresh.
+
+    Gradients are zero then and no reduction is pending (distributed/param_and_grad_buffer.py:
+    _ParamAndGradBucketGroup).
+    """
     chunk: Any
     for chunk in call.model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -61,13 +67,16 @@ def forget_gradients(call: PipelineCall) -> None:
 
 
 def free_content(call: PipelineCall, output: torch.Tensor) -> None:
-    """Free the memory of an output that has been handed to the transport: autograd needs its graph alone."""
+    """Free the memory of an output that the transport has taken over: autograd needs only its graph."""
     schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
 
 
 def finish_gradients(call: PipelineCall, tokens: torch.Tensor, embedding: Any, *, degraded: bool = False) -> None:
-    """Do what stock does after the last action of a training iteration. `tokens`: of all micro-batches that were
-    computed here, a scalar. `degraded`: whether cells are dead: stages then differ in how many replicas they have."""
+    """Do what stock does after the last action of a training iteration.
+
+    `tokens`: scalar, of all micro-batches computed here. `degraded`: whether cells are dead, so that stages differ in
+    their number of replicas.
+    """
     config = call.config
     if config.finalize_model_grads_func is None:
         return
@@ -81,7 +90,7 @@ def finish_gradients(call: PipelineCall, tokens: torch.Tensor, embedding: Any, *
 
 
 def _divide_by_tokens(call: PipelineCall, tokens: torch.Tensor) -> None:
-    """Do the last step of finalize_model_grads, by the tokens of the last stage's live cells."""
+    """Do the last step of finalize_model_grads: divide by the tokens of the last stage's live cells."""
     if call.holds_last_stage:
         dist.all_reduce(tokens, group=call.groups.dp_cp)
     dist.broadcast(tokens, src=dist.get_process_group_ranks(call.pipeline_group)[-1], group=call.pipeline_group)
@@ -95,7 +104,7 @@ def _divide_by_tokens(call: PipelineCall, tokens: torch.Tensor) -> None:
 
 
 class RepeatableIteration:
-    """One call of Megatron's forward_backward function, made before anything of it is computed."""
+    """One call of Megatron's forward_backward function that can be repeated. Create it before anything is computed."""
 
     def __init__(self, call: PipelineCall) -> None:
         self._given = call
@@ -105,7 +114,7 @@ class RepeatableIteration:
         """The same, whose data are kept."""
 
     def rewind(self) -> None:
-        """Have `call` begin once more: gradients are 0, data and random numbers the same again."""
+        """Prepare `call` to run again: zero gradients, and the same data and random numbers."""
         forget_gradients(self._given)
         for each in self._data:
             if each is not None:
@@ -124,7 +133,7 @@ def _tracked() -> dict[str, Any]:
 
 
 class _KeptData(Iterator[Any]):
-    """What an iterator yields, kept for a second time."""
+    """Iterator that keeps the data it yields, for a second pass."""
 
     def __init__(self, own: Iterator[Any]) -> None:
         self._own = own

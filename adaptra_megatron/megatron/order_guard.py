@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds collectives inside forwards and backwards over ranks that do not run their actions in this rank's order.
+"""Find collectives inside forwards and backwards over ranks that do not run their actions in this rank's order.
 
-Such ranks would come to them in different orders and wait for each other for ever, once plans differ. Looked at is what
-goes through torch's process groups from Python, in the first training iteration, in which all replicas run one order.
+Once plans differ, such ranks would reach the collectives in different orders and wait for each other for ever. The
+guard checks all calls of torch's process groups from Python in the first training iteration, in which all replicas
+still run one order.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ _KINDS = {"F": "a forward", "B": "a backward", "I": "a backward", "W": "a weight
 
 
 class OrderGuard:
-    """One rank's, for its first training iteration."""
+    """Guard of one rank, for its first training iteration."""
 
     def __init__(self, follows: Sequence[int], micro_batches: int) -> None:
-        """`follows`: global ranks that run their actions in one order. `micro_batches`: of the iteration. What is seen
-        in one of several alone sets something up, and harms nothing."""
+        """`follows`: global ranks that run their actions in one order. `micro_batches`: number in the iteration.
+
+        A collective in only one of several micro-batches is part of a set-up, and allowed.
+        """
         self._follows = frozenset(follows)
         self._several = micro_batches > 1
         self._first: dict[tuple[str, int, str, tuple[int, ...]], int] = {}
         """The first micro-batch in which each collective was seen."""
 
     def decorate(self, computation: StageComputation) -> StageComputation:
-        """`computation`, whose actions raise UnsupportedFeatureError instead of launching such a collective."""
+        """Wrap `computation`: actions raise UnsupportedFeatureError instead of launching such a collective."""
         return SurroundedComputation(computation, self._watched)
 
     @contextmanager
@@ -86,7 +89,7 @@ class OrderGuard:
 
 
 def _frames_of_action() -> Iterator[FrameType]:
-    """From the collective's caller up to the action, innermost first."""
+    """Iterate over stack frames from the collective's caller up to the action, innermost first."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals.get("__name__") != SurroundedComputation.__module__:
         yield frame
@@ -94,7 +97,9 @@ def _frames_of_action() -> Iterator[FrameType]:
 
 
 def _synchronizes(frame: FrameType) -> bool:
-    """Return whether it is of Megatron's data parallelism, but not the wrapper around the model's own forward."""
+    """Return whether a frame belongs to Megatron's data parallelism, except the wrapper around the model's own
+    forward.
+    """
     return _is_within(frame, _DATA_PARALLEL) and frame.f_code.co_name != "forward"
 
 

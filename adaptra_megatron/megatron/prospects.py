@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Foretell what --adaptra would make of a job, by its settings and by the tables that the run itself applies.
+"""Predict what --adaptra would do for a job, from its settings and the tables that the run itself applies.
 
 Imports neither torch nor Megatron.
 """
@@ -30,11 +30,13 @@ STARTS, LESS, REFUSED = "starts", "starts with less", "refused"
 
 
 class Feature(NamedTuple):
-    """Fate of one feature of the job."""
+    """Effect of one feature of the job on --adaptra."""
 
     name: str
     effect: str
-    """`refused`; `less`: the job starts, and has less of --adaptra; `runs`."""
+    """`refused`: the job does not start. `less`: it starts, with less of --adaptra. `runs`: it starts, with a side
+    effect.
+    """
     reason: str
     remedy: str
 
@@ -45,18 +47,20 @@ class Prospects:
 
     verdict: str
     split: str
-    """Linear layers whose backwards are split: `all`, `some` or `none`."""
+    """Which linear layers have split backwards: `all`, `some` or `none`."""
     split_layers: int
     layers: int
     per: str
-    """Scope of the two numbers above: `model`, or `layer` where the number of layers is not known."""
+    """Scope of the two numbers above: `model`, or `layer` if the number of layers is unknown."""
     features: list[Feature]
     paths: str
     device: str
 
 
 def prospects_of(settings: Any) -> Prospects:
-    """`settings`: by the names of Megatron's arguments or configs, those of --adaptra among them."""
+    """Return the prospects of a job. `settings`: by the names of Megatron's arguments or configs, with those of
+    --adaptra.
+    """
     stages = pipeline_stages(settings)
     layers = expected_layers(settings)
     whole = {layer.name: rule for layer in layers if (rule := rule_for(layer.facts)) is not None}
@@ -157,7 +161,9 @@ def _paths(settings: Any) -> str:
 
 
 def _device(settings: Any) -> str:
-    """By Megatron's rule: with tensor or context parallelism it demands one queue (before Blackwell)."""
+    """Return the kind of device by Megatron's rule: tensor or context parallelism needs one queue (before
+    Blackwell).
+    """
     asked = os.environ.get(CONNECTIONS)
     sizes = (getattr(settings, f"{kind}_parallel_size", 1) or 1 for kind in ("tensor_model", "context"))
     one = hardware_queues() == 1 if asked is not None else any(size > 1 for size in sizes)
@@ -165,5 +171,5 @@ def _device(settings: Any) -> str:
 
 
 def counts(all_of: Sequence[Prospects]) -> tuple[Counter[str], Counter[str]]:
-    """Verdicts, and splits of those that start."""
+    """Count verdicts, and splits of the jobs that start."""
     return Counter(each.verdict for each in all_of), Counter(each.split for each in all_of if each.verdict != REFUSED)

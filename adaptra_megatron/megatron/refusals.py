@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what the executor cannot run, before anything of an iteration is done.
+"""Refuse features that the executor cannot run, before an iteration begins.
 
 The tables need neither torch nor Megatron: `adaptra check` reads them, too.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class UnsupportedFeatureError(RuntimeError):
-    """A Megatron feature that does not go together with --adaptra; says which, why, and what to drop."""
+    """A Megatron feature does not work together with --adaptra; says which, why, and what to drop."""
 
     def __init__(self, what: str, why: str = "") -> None:
         super().__init__(f"{what}: {why}" if why else what)
@@ -24,13 +24,13 @@ class UnsupportedFeatureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """One feature: how to see that it is on, and why it cannot be."""
+    """One unsupported feature: how to detect it, and why it is refused."""
 
     feature: str
     is_on: Callable[[Any], bool]
     reason: str
     by_order: bool = False
-    """True where it runs in stock's order alone: under --adaptra-policy observe."""
+    """True if it works only in stock's order: under --adaptra-policy observe."""
 
 
 def _setting(name: str) -> Callable[[Any], bool]:
@@ -38,7 +38,9 @@ def _setting(name: str) -> Callable[[Any], bool]:
 
 
 def _either(*names: str) -> Callable[[Any], bool]:
-    """One of several settings, or one setting under the names of Megatron's arguments and of its configs."""
+    """Return a test of whether any of several settings is on, or one setting under its names in arguments and
+    configs.
+    """
     return lambda config: any(bool(getattr(config, name, False)) for name in names)
 
 
@@ -192,8 +194,10 @@ STAGGERING = (
 
 
 def refuse_for_staggering(settings: Any) -> None:
-    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments or one of its
-    configs) with which steps cannot be staggered."""
+    """Raise UnsupportedFeatureError for the first feature in `settings` with which steps cannot be staggered.
+
+    `settings`: Megatron's parsed arguments, or one of its configs.
+    """
     for refusal in STAGGERING:
         if refusal.is_on(settings):
             raise UnsupportedFeatureError(
@@ -264,8 +268,10 @@ SYNC_MODES = (
 
 
 def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
-    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments, or its configs)
-    with which replicas cannot make updates without each other."""
+    """Raise UnsupportedFeatureError for the first feature with which replicas cannot make updates without each other.
+
+    `settings`: Megatron's parsed arguments, or its configs.
+    """
     for refusal in SYNC_MODES:
         if any(refusal.is_on(each) for each in settings):
             raise UnsupportedFeatureError(
@@ -338,8 +344,10 @@ RECOVERY = (
 
 
 def refuse_for_recovery(reroute: str, *settings: Any) -> None:
-    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments, or its configs)
-    that an attempt cannot be redone with, or whose state fails with a rank. `reroute`: the mode."""
+    """Raise UnsupportedFeatureError for the first feature that cannot be repeated, or whose state is lost with a rank.
+
+    `settings`: Megatron's parsed arguments, or its configs. `reroute`: the value of --adaptra-reroute.
+    """
     for refusal in RECOVERY:
         if any(refusal.is_on(each) for each in settings):
             raise _not_recovered(reroute, refusal)
@@ -360,7 +368,7 @@ def refuse_to_split(mode: str, replicas: int) -> NoReturn:
 
 
 def kept_in_order(config: Any) -> list[str]:
-    """Features of `config`, Megatron's, that run in stock's order alone."""
+    """Return the features of Megatron's `config` that work only in stock's order."""
     return [refusal.feature for refusal in REFUSALS if refusal.by_order and refusal.is_on(config)]
 
 
@@ -389,9 +397,9 @@ def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arg
 
 
 def refuse_arguments(arguments: Any) -> None:
-    """Raise UnsupportedFeatureError for what Megatron's parsed arguments show already, before any GPU is touched.
+    """Raise UnsupportedFeatureError for features visible in Megatron's parsed arguments, before any GPU is touched.
 
-    `refuse_unsupported` looks again at what came of them, in the first iteration.
+    `refuse_unsupported` checks the resulting configs again in the first iteration.
     """
     mode = getattr(arguments, "adaptra_gradient_sync", "stock")
     instances = getattr(arguments, "num_distributed_optimizer_instances", None) or 1
@@ -408,7 +416,7 @@ def refuse_arguments(arguments: Any) -> None:
 
 
 def refused_of(arguments: Any) -> list[Refusal]:
-    """Return what Megatron's `arguments` (or settings by these names) have that the executor cannot run."""
+    """Return the refusals that Megatron's `arguments` (or settings by these names) meet."""
     if pipeline_stages(arguments) == 1:
         return []  # stock's schedule runs
     observes = getattr(arguments, "adaptra_policy", "adapt") == "observe"
@@ -435,7 +443,7 @@ def refuse_sharded_gradients(mode: str) -> NoReturn:
 
 
 def pipeline_stages(arguments: Any) -> int | None:
-    """The size of the pipeline that Megatron's parsed arguments ask for; None where it may come from a checkpoint."""
+    """Return the pipeline size in Megatron's parsed arguments; None if a checkpoint may set it."""
     if any(getattr(arguments, name, False) for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args")):
         return None
     return getattr(arguments, "pipeline_model_parallel_size", None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings whose replicas need not all be there for an update (--adaptra-sync-mode; STAR, arXiv 2512.09685).
+"""Train with parameter updates that need not include all replicas (--adaptra-sync-mode; STAR, arXiv 2512.09685).
 
-An iteration of the training script is an update. A replica whose gradient comes late has missed some: it runs through
-those iterations without computing, so that its counters and its learning rate are what the others' are. Its gradient it
-has given to another replica, in exchange for parameters and optimizer state, and goes on; or it makes the update that
-its gradient belongs to, with those of a replica that has them.
+An iteration of the training script is an update. A replica whose gradient is late misses updates. It runs through those
+iterations without computing, so that its counters and learning rate equal the others'. Then it either makes a later
+update with its gradient, from the parameters of a replica that is up to date; or it has given its gradient to another
+replica, in exchange for parameters and optimizer state, and goes on.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ KINDS = {
     "dynamic": (ModeKind.DYNAMIC,),
     "auto": (ModeKind.X_ORDER, ModeKind.DYNAMIC),
 }
-"""What --adaptra-sync-mode lets updates be made by, besides all replicas together."""
+"""Kinds of updates that each --adaptra-sync-mode allows, besides those of all replicas together."""
 
 Stepped = tuple[bool, Any, Any]
-"""What MegatronOptimizer.step returns: successful, norm of the gradients, number of zeros in them."""
+"""Result of MegatronOptimizer.step: success, norm of the gradients, number of zeros in them."""
 
 
 class _Token(NamedTuple):
-    """Entry of a rank, of which the first one's names the place in the job's store."""
+    """Entry of one rank; the first rank's token names the part of the job's store."""
 
     token: str
 
@@ -65,24 +65,27 @@ class _Carried(NamedTuple):
     """A gradient that waits for its update."""
 
     finalize: Callable[[], None]
-    """Megatron's finalize_model_grads_func for it."""
+    """Call of Megatron's finalize_model_grads_func for this gradient."""
     losses: Any
 
 
 def computing_s(begun_s: float) -> float:
-    """Time since `begun_s`, of time.monotonic()."""
+    """Return the seconds since `begun_s` (time.monotonic)."""
     return time.monotonic() - begun_s
 
 
 class ReplicaUpdates:
-    """One rank's part. All ranks of a replica make the same calls, and so do the same."""
+    """Partial updates of one rank. All ranks of a replica make the same calls, and so come to the same results."""
 
     def __init__(self, mode: str, max_staleness: int, timeout_s: float | None) -> None:
-        """`mode`: of `KINDS`. `timeout_s`: longest wait for other replicas; None: that of the job's store."""
+        """`mode`: a key of `KINDS`. `timeout_s`: longest wait for other replicas; None: the timeout of the
+        job's store.
+        """
         self._mode, self._max_staleness, self._timeout_s = mode, max_staleness, timeout_s
         self.used: Counter[str] = Counter()
-        """Iterations: "together" and "partial" updates that this rank had a part in, of them "late" with a gradient of
-        older parameters; and those that it "missed", some for a "given" gradient."""
+        """Iterations by kind: "together" and "partial" updates with this rank, of which "late" used a gradient of older
+        parameters; "missed" ones, of which "given" gave their gradient to another replica.
+        """
         self._log: UpdateLog | None = None
         self._sums: Peers | None = None
         self._states: Peers | None = None
@@ -97,29 +100,29 @@ class ReplicaUpdates:
         """Sums of gradients that late replicas have given to this one, for each of Megatron's buffers."""
         self._event: Update | CatchUp | None = None
         self._update: Update | None = None
-        """The one that the present iteration makes; None in one that is run through."""
+        """Update that the present iteration makes; None if this replica misses it."""
         self._apart = False
-        """True from where a training iteration does without some replicas until the next call."""
+        """True from an iteration without some replicas until the next call."""
         self._update_square: float | None = None
         self._opens = False
-        """True where the log waits for this replica to say that it has begun."""
+        """True while the log waits for this replica to report that it has begun to compute."""
         self._stepped: Stepped = (True, 0.0, None)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Return whether a gradient waits that must not be set to zero."""
+        """Return whether a gradient waits for its update, so that it must not be zeroed."""
         return self._carried is not None and not isinstance(self._event, CatchUp)
 
     @property
     def group_alone(self) -> Any:
-        """The group of this rank alone, for sums of losses, in an iteration that others are not in; else None."""
+        """Group of this rank alone, for sums of losses in an iteration without the other replicas; else None."""
         return self._alone if self._apart else None
 
     def iterate(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """One call of Megatron's forward_backward function, `run`, whose `arguments` these are; returns its result.
+        """Run one call of Megatron's forward_backward function by `run`; return its result. `arguments`: of the call.
 
-        Of a training iteration that this replica has missed, the losses of the one before. Raises
-        UnsupportedFeatureError before the first, PeerError when other replicas fail.
+        In a training iteration that this replica misses, returns the losses of the one before. Raises
+        UnsupportedFeatureError before the first, PeerError if other replicas fail.
         """
         self._update, self._apart = None, False
         if arguments.get("forward_only"):
@@ -148,10 +151,10 @@ class ReplicaUpdates:
         return losses
 
     def start(self, stock: Callable[..., Any], bucket_group: Any, *given: Any, **keywords: Any) -> None:
-        """As Megatron's `_ParamAndGradBucketGroup.start_grad_sync` (param_and_grad_buffer.py), which is `stock`.
+        """Reduce a bucket group in place of Megatron's `_ParamAndGradBucketGroup.start_grad_sync` (`stock`).
 
-        Called in `finalize`. The mean over the update's members is put in place of gradients: by stock, where all
-        replicas are together. Raises PeerError when a member fails.
+        Called by `finalize`. It replaces gradients by their mean over the update's members; if all replicas take part,
+        stock does. Raises PeerError if a member fails. (Source: param_and_grad_buffer.py.)
         """
         update = self._update
         assert update is not None, "a reduction outside an update"
@@ -168,8 +171,11 @@ class ReplicaUpdates:
         self._sums.settle()
 
     def step(self, optimizer: Any, stock: Callable[[], Stepped]) -> Stepped:
-        """Take one step of `optimizer`, by `stock`: as long as the update's share of all gradients. None in an
-        iteration that this replica has missed, whose results are those of the step before."""
+        """Take one step of `optimizer` by `stock`, with the learning rate scaled by the update's share of all
+        gradients.
+
+        Takes no step in an iteration that this replica misses; returns the result of the step before.
+        """
         self._optimizer = optimizer
         update, self._iteration = self._update, self._iteration + 1
         if update is None:
@@ -185,9 +191,9 @@ class ReplicaUpdates:
         return self._stepped
 
     def settle(self) -> None:
-        """Wait until all replicas have come to this point with the same parameters. Collective over the job.
+        """Wait until all replicas reach this point with the same parameters. Collective over the job.
 
-        Raises PeerError when one does not come.
+        Raises PeerError if one does not come.
         """
         if self._log is None or self._met_at == self._iteration:
             return
@@ -198,7 +204,7 @@ class ReplicaUpdates:
         self._met_at, self._apart = self._iteration, False
 
     def close(self) -> None:
-        """End the thread, and tell the others."""
+        """End the thread, and inform the other replicas."""
         if self._log is not None:
             self._log.close()
 
@@ -219,7 +225,7 @@ class ReplicaUpdates:
         return _Carried(finalize[0], losses)
 
     def _make(self, update: Update, finalize: Callable[[], None]) -> None:
-        """Sum up the update's gradients. Raises PeerError when a member fails."""
+        """Sum the update's gradients. Raises PeerError if a member fails."""
         self.used["together" if update.together else "partial"] += 1
         self.used["late"] += self._index in update.stale
         for buffer, given in zip(buffers(self._model), self._given, strict=bool(self._given)):
@@ -235,7 +241,7 @@ class ReplicaUpdates:
             raise failure from cause
 
     def _set_up(self, arguments: Mapping[str, Any]) -> None:
-        """Collective over the job."""
+        """Connect the replicas. Collective over the job."""
         self._model = _chunks(arguments)
         groups = arguments.get(groups_keyword()) or default_groups()
         replicas = data_parallel_group(groups)
@@ -263,7 +269,9 @@ class ReplicaUpdates:
         )
 
     def _carry(self, handover: Handover, version: int, gives: bool) -> None:
-        """One end of a handover; in the log's thread, while the training thread leaves both states as they are."""
+        """Send or receive the state of a handover, in the log's thread. The training thread leaves both states
+        unchanged then.
+        """
         assert self._states is not None
         begun_s = time.monotonic()
         optimizers = [each.optimizer for each in self._optimizer.chained_optimizers if each.optimizer is not None]
@@ -287,7 +295,10 @@ class ReplicaUpdates:
 
 
 def _send_state(peers: Peers, target: int, model: list[Any], optimizers: list[Any]) -> None:
-    """In two messages, for each may wait for a core: a copy of all of it, in this process's memory."""
+    """Send model and optimizer state, as a size and one packet.
+
+    One packet, since each message may wait for a core. It needs a copy of the whole state in this process's memory.
+    """
     parts: list[torch.Tensor] = []
     sender = StateSender(lambda tensor: parts.append(tensor.clone().view(torch.uint8)))
     send_tensors(sender, model_tensors(model))
@@ -300,7 +311,7 @@ def _send_state(peers: Peers, target: int, model: list[Any], optimizers: list[An
 
 
 def _receive_state(peers: Peers, source: int, model: list[Any], optimizers: list[Any]) -> None:
-    """The other end. Raises StateError for what does not fit or is not as it was sent."""
+    """Receive the state that `_send_state` sends. Raises StateError if it does not fit, or was corrupted."""
     size = torch.zeros(1, dtype=torch.int64)
     peers.exchange(None, PeerMessage(size, source))
     packet = torch.empty(int(size), dtype=torch.uint8)
@@ -331,12 +342,12 @@ def _device(model: list[Any]) -> torch.device:
 
 
 def buffers(model: list[Any]) -> list[Any]:
-    """Megatron's buffers of all gradients of a model."""
+    """Return all of Megatron's gradient buffers of a model."""
     return [buffer for chunk in model for buffer in chunk.buffers]
 
 
 def _square(holders: list[Any]) -> float:
-    """Squared norm of the gradients in buffers or buckets."""
+    """Return the squared norm of the gradients in buffers or buckets."""
     norms = [torch.linalg.vector_norm(each.grad_data, dtype=torch.float32) for each in holders]
     return float(torch.stack(norms).double().square().sum())
 
@@ -347,7 +358,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @contextmanager
 def _finalized_later(config: Any) -> Iterator[list[Callable[[], None]]]:
-    """Have Megatron's schedules leave the call of finalize_model_grads_func to whom this yields a list with it."""
+    """Defer Megatron's call of finalize_model_grads_func within this context: yields a list that receives the call."""
     stock, found = config.finalize_model_grads_func, []
 
     def keep(*given: Any, **keywords: Any) -> None:
@@ -363,7 +374,7 @@ def _finalized_later(config: Any) -> Iterator[list[Callable[[], None]]]:
 
 @contextmanager
 def _scaled_rate(optimizer: Any, factor: float) -> Iterator[None]:
-    """Learning rates times `factor`; what they were afterwards, to the bit."""
+    """Scale learning rates by `factor` within this context; restore them to the bit afterwards."""
     if factor == 1.0:
         yield
         return

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps that do not wait for the slowest stage (ReCycle, section on the staggered optimizer).
+"""Take optimizer steps without waiting for the slowest stage (ReCycle, section on the staggered optimizer).
 
-Stock's step begins with the norm of all gradients, a barrier over the job: a stage whose gradients are ready waits for
-the last one's. Here each stage but the last takes its step at once, as if nothing had to be clipped, and goes on with
-the next iteration's forwards; the norm is summed up meanwhile. Below --clip-grad stock multiplies gradients by nothing,
-so that step is stock's to the bit. Where the norm turns out to be above, the iteration that has begun runs to its end,
-for its messages, and counts for nothing; each stage takes its step back and takes it again with clipped gradients, and
-the iteration runs again with the same data and random numbers.
+Stock's step begins with the norm of all gradients, a barrier over the job: a stage with ready gradients waits for those
+of the last stage. Here each stage but the last takes its step at once, as if no gradient had to be clipped, and
+continues with the next iteration's forwards while the norm is summed. Below --clip-grad stock does not scale gradients,
+so such a step equals stock's to the bit. If the norm turns out to be above, the iteration in progress runs to its end,
+since its messages are in flight, and is discarded. Each stage undoes its step and repeats it with clipped gradients.
+Then the iteration runs again with the same data and random numbers.
 
-All ranks decide alike: by the norms of all iterations before, which are the same everywhere.
+All ranks decide alike: from the norms of all earlier iterations, which are equal everywhere.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_f
 class StepUndo:
     """State of Megatron's optimizers before a step.
 
-    Copied, and not inverted by arithmetic, which would give other bits. With Adam and main parameters in single
-    precision that is 16 bytes for each parameter that is stepped here (all of the stage's, or this rank's shard of
-    them): main parameter, two moments, gradient.
+    It is a copy: inverting the arithmetic would give other bits. With Adam and main parameters in single precision it
+    takes 16 bytes for each parameter that is stepped here (all of the stage's, or this rank's shard): main parameter,
+    two moments, gradient.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        """`optimizers`: Megatron's, with gradients ready (MegatronOptimizer.prepare_grads)."""
+        """Copy the state. `optimizers`: Megatron's, with gradients ready (MegatronOptimizer.prepare_grads)."""
         self._inner = [each.optimizer for each in optimizers]
         self._kept = [(tensor, tensor.detach().clone()) for tensor in self._tensors()]
         self._gradients = [
@@ -48,8 +48,10 @@ class StepUndo:
 
     @torch.no_grad()
     def go_back(self) -> list[dict[str, Any]]:
-        """Put everything back. Returns the settings (learning rate and so on) that groups of parameters had now: those
-        of the next step, for `go_on`."""
+        """Restore the state; return the parameter groups' present settings (learning rate and so on), for `go_on`.
+
+        They are those of the next step.
+        """
         for tensor, kept in self._kept:
             tensor.copy_(kept)
         for parameter, gradient in self._gradients:
@@ -59,7 +61,7 @@ class StepUndo:
         return later
 
     def go_on(self, settings: list[dict[str, Any]]) -> None:
-        """Leave what a step has been taken with: the next one has gradients of its own."""
+        """Apply `settings` and drop the gradients of the repeated step: the next step has its own."""
         for parameter in self._parameters():
             parameter.grad = None
         self._set(settings)
@@ -107,11 +109,11 @@ class _Taken(NamedTuple):
     optimizer: Any
     norm: PendingNorm
     undo: StepUndo | None
-    """None where nothing is ever clipped."""
+    """None if gradients are never clipped."""
 
 
 class StaggeredOptimizer:
-    """One process's steps."""
+    """Staggered steps of one process."""
 
     def __init__(self) -> None:
         self.early_steps = 0
@@ -129,7 +131,8 @@ class StaggeredOptimizer:
     def step(self, optimizer: Any, stock: Callable[[], Stepped]) -> Stepped:
         """Take one step of `optimizer` (a ChainedOptimizer), by `stock` or before the norm is known.
 
-        Collective over the model, as stock's. Raises UnsupportedFeatureError for optimizers that it cannot take back.
+        Collective over the model, as stock's step. Raises UnsupportedFeatureError for optimizers whose steps cannot be
+        undone.
         """
         if not self._looked_at:
             _refuse(optimizer)
@@ -145,8 +148,10 @@ class StaggeredOptimizer:
         return successful, KnownNorm(norm), zeros
 
     def validate(self) -> None:
-        """Wait for the norm of the last step, if it is not known. Called before the iteration's first backward, which
-        needs the last stage's, so nothing waits longer for it."""
+        """Wait for the norm of the last step, if it is pending. Call it before the iteration's first backward.
+
+        That backward needs the last stage's, so this delays nothing.
+        """
         if self._taken is None or self._mistaken:
             return
         self._learn(self._taken.optimizer, self._taken.norm.value)
@@ -154,8 +159,11 @@ class StaggeredOptimizer:
             self._taken = None  # and the memory of its copies
 
     def settle(self) -> bool:
-        """Make the last step what stock's is. Collective over the model; returns True, on all ranks, where stages have
-        taken theirs again: what was computed since must be computed again."""
+        """Make the last step equal stock's. Collective over the model.
+
+        Returns True, on all ranks, if stages have repeated their steps: everything computed since must be computed
+        again.
+        """
         self.validate()
         mistaken = self.unvalidated and self._mistaken
         self.unvalidated = self._mistaken = False
@@ -185,7 +193,7 @@ class StaggeredOptimizer:
 
 
 class ValidatedComputation:
-    """StageComputation whose first backward waits for the norm of the step before."""
+    """StageComputation whose first backward waits for the norm of the previous step."""
 
     def __init__(self, inner: StageComputation, staggered: StaggeredOptimizer) -> None:
         self._inner, self._staggered = inner, staggered
@@ -223,7 +231,7 @@ def _is_clipped(optimizer: Any, norm: float) -> bool:
 
 @torch.no_grad()
 def _step_again(taken: _Taken) -> None:
-    """Do what stock's ChainedOptimizer.step does once the norm is known. Gathers parameters where they are sharded."""
+    """Do what stock's ChainedOptimizer.step does once the norm is known. Gathers parameters if they are sharded."""
     optimizer, norm, undo = taken
     assert undo is not None, "what is never clipped is never mistaken"
     later = undo.go_back()

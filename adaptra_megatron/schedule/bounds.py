@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove lower bounds on the time of any schedule.
 
-Micro-batches cost the same, so a schedule is what its counts are: the m-th F of a virtual stage is whichever starts
-m-th there. It needs m activations to have arrived, hence m forwards of the virtual stage before to have ended, one
-message after the other over a link that each occupies; likewise B and W. A whole backward is I and W in one go that
-sends and releases later, so bounds of split schedules hold for all. By induction this gives
+All micro-batches cost the same, so only counts matter: the m-th F of a virtual stage is whichever starts m-th there. It
+needs m activations to have arrived, so m forwards of the previous virtual stage must have ended, and m messages have
+passed one after the other over the link. Likewise for B and W. A whole backward is I and W in one, but sends and
+releases later, so bounds of split schedules hold for all. By induction this gives
 
-- heads: the earliest start of the m-th F, B and W of each virtual stage, and, read backwards in time,
-- tails: the least time from the start of the m-th from last to the end of the iteration.
-- A cap makes the m-th F wait until enough B and W of its stage have ended to leave room for it, and those for their
-  own round trips: a round trip per cap of micro-batches, also where they start and run out.
-- A stage does one action at a time and a link carries one message at a time: Jackson's preemptive schedule of all of
+- heads: the earliest start of the m-th F, B and W of each virtual stage;
+- tails, by the same induction backwards in time: the least time from the start of the m-th from last to the end.
+- A cap makes the m-th F wait until enough B and W of its stage have ended to leave room for it, each of which has a
+  round trip of its own: a round trip per cap of micro-batches, also at the beginning and end of the iteration.
+- A stage does one action at a time and a link carries one message at a time. Jackson's preemptive schedule of all of
   them with their heads and tails (Carlier, "The one-machine sequencing problem", 1982) bounds every real one.
 
 The largest value over all stages and links is the bound. The inductions are spelled out in csrc/schedule/bounds.cpp.

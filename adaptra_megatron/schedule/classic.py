@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules the field knows: GPipe, 1F1B, interleaved 1F1B and the hand-crafted zero-bubble schedules.
+"""Generate the well-known schedules: GPipe, 1F1B, interleaved 1F1B and the hand-crafted zero-bubble schedules.
 
 The 1F1B and interleaved orders are those of Megatron-core 0.16.1 (`megatron/core/pipeline_parallel/schedules.py`),
-action for action. The orders with split backward are the same ones with each weight gradient put off.
+action for action. The split orders are the same ones with each weight gradient delayed.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ def interleaved(stages: int, micro_batches: int, chunks: int, group_size: int | 
 
 
 def stock_order(stages: int, micro_batches: int, chunks: int = 1, group_size: int | None = None) -> Schedule:
-    """The order stock Megatron trains with: 1F1B for one chunk per stage, interleaved for more."""
+    """Return the order that stock Megatron trains with: 1F1B for one chunk per stage, interleaved for more."""
     if chunks == 1:
         return one_f_one_b(stages, micro_batches)
     return interleaved(stages, micro_batches, chunks, group_size)
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1, group_size: int | None = None) -> Schedule:
-    """The order stock Megatron evaluates with: the forwards of `stock_order` and nothing else.
+    """Return the order that stock Megatron evaluates with: the forwards of `stock_order`.
 
     Raises ScheduleError where Megatron refuses to evaluate, which is where it refuses to train.
     """

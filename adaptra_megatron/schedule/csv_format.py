@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as CSV of torch.distributed.pipelining: `compute_only`, which we write too, and `compute_comms`.
+"""Read and write schedules as CSV of torch.distributed.pipelining: `compute_only`, which we write, and `compute_comms`.
 
-One row per pipeline rank, one cell per action: `0F0,1F0,1I0,1W0,0B0` is virtual stage, kind, micro-batch. Torch calls
-the virtual stage "stage index". Which rows its actions stand in says which rank runs it: torch's "loop" style is
-Megatron's placement, its "v" style is `placement.v_shape`.
-Torch leaves cells empty where a rank idles; the order of the others is all that counts, here as there. So sends and
-receives (`0SEND_F0`), which follow from it, are left out, as are those of FSDP (`0UNSHARD`). Before torch 2.6 an input
-gradient was called B, as whole backwards are today: a B that has its own W is one; `BW` is whole. Overlapped actions,
+There is one row per pipeline rank and one cell per action: `0F0,1F0,1I0,1W0,0B0` is virtual stage, kind, micro-batch.
+Torch calls the virtual stage "stage index". The rows of its actions tell which rank runs it: torch's "loop" style is
+Megatron's placement, its "v" style is `ir.v_shape`.
+
+Torch leaves cells empty where a rank idles; only the order of the others counts. Sends and receives (`0SEND_F0`) follow
+from it and are left out, as are those of FSDP (`0UNSHARD`). Before torch 2.6 an input gradient was called B, as whole
+backwards are today: a B with a W of its own is an input gradient; `BW` is whole. Overlapped actions,
 `(0F2;3B0)OVERLAP_F_B`, become a forward and then a backward.
 """
 
@@ -52,13 +53,13 @@ class _Cell(NamedTuple):
 
 
 def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
-    """The schedule in CSV text, as `_dump_csv` of torch writes it.
+    """Parse CSV text as torch's `_dump_csv` writes it; return the schedule.
 
-    Stages are the rows; blank lines at the end are none. The placement is Megatron's if all virtual stages stand where
-    Megatron has them, else the one that the rows say. `chunks` None infers the chunks from the largest virtual stage,
-    micro-batches are inferred from the largest one. Raises ScheduleError, naming row and column (from 1), for a cell
-    that is no F, B, I or W, that names a chunk beyond `chunks`, or whose virtual stage belongs to the row of another
-    rank. Whether the schedule can run is for `checks.check_schedule` to say.
+    Stages are the rows; blank lines at the end are ignored. The placement is Megatron's if all virtual stages stand
+    where Megatron has them, else the one of the rows. `chunks` None infers the chunks from the largest virtual stage;
+    the number of micro-batches is inferred from the largest one. Raises ScheduleError, naming row and column (from 1),
+    for a cell that is no F, B, I or W, that names a chunk beyond `chunks`, or whose virtual stage belongs to the row of
+    another rank. Does not check whether the schedule can run: see `schedule_checks.check_schedule`.
     """
     if chunks is not None and chunks < 1:
         raise ScheduleError(f"chunks must be at least 1, got {chunks}")
@@ -107,7 +108,7 @@ def _cells(row: int, column: int, text: str) -> list[_Cell]:
 
 
 def _halved(cells: list[_Cell]) -> list[_Cell]:
-    """Turn B with a W of its own into I; `cells`: of one rank."""
+    """Replace each B that has a W of its own by I. `cells`: of one rank."""
     apart = {(cell.virtual_stage, cell.micro_batch) for cell in cells if cell.kind is Kind.BACKWARD_WEIGHT}
     return [
         cell._replace(kind=Kind.BACKWARD_INPUT)
@@ -128,7 +129,7 @@ def _cell(row: int, column: int, text: str) -> _Cell:
 
 
 def _placement(actions: list[_Cell], stages: int, chunks: int | None, misplaced: _Cell) -> Placement:
-    """Return the placement that the rows give. Raises ScheduleError at `misplaced` for one that cannot be."""
+    """Return the placement that the rows give. Raises ScheduleError at `misplaced` if it is invalid."""
     virtual_stage = misplaced.virtual_stage
     rule = (
         f"stands in rank {misplaced.row}'s row, but with {stages} rows Megatron places virtual stage {virtual_stage} "

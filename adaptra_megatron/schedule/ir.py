@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one representation of a pipeline schedule that planner, simulator, executor, CSV and trace share.
+"""Define the representation of a pipeline schedule that planner, simulator, executor, CSV and trace share.
 
 A *stage* is a pipeline rank, a *chunk* is one of its model chunks, and a *virtual stage* is a position in the model:
-virtual stage 0 holds the embedding, the last one the loss. Which stage and chunk a virtual stage is, the schedule's
-placement says; in Megatron's, chunk c of stage s is virtual stage `c * stages + s`.
+virtual stage 0 holds the embedding, the last one the loss. The schedule's placement maps virtual stages to stages and
+chunks; in Megatron's, chunk c of stage s is virtual stage `c * stages + s`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Placement:
     """
 
     stage_of: tuple[int, ...]
-    """By virtual stage."""
+    """Stage of each virtual stage."""
 
     def __post_init__(self) -> None:
         counts = Counter(self.stage_of)
@@ -125,13 +125,14 @@ class Placement:
 
 @lru_cache(maxsize=256)
 def interleaved(stages: int, chunks: int) -> Placement:
-    """Megatron's placement: virtual stage v is chunk v // stages of stage v % stages."""
+    """Return Megatron's placement: virtual stage v is chunk v // stages of stage v % stages."""
     return Placement(tuple(range(stages)) * chunks)
 
 
 @lru_cache(maxsize=256)
 def v_shape(stages: int, chunks: int = 2) -> Placement:
-    """The placement of ZB-V, V-Half and DualPipe-V: chunk 0 runs down the stages, chunk 1 back up, and so on in turn.
+    """Return the placement of ZB-V, V-Half and DualPipe-V: chunk 0 runs down the stages, chunk 1 back up, and so on in
+    turn.
 
     With two chunks stage 0 holds both ends of the model: the embedding and the loss.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what more activations per stage would buy: the shorter plans that a higher cap leaves room for."""
+"""Find how much shorter plans could be with room for more activations per stage."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def more_memory(
     least_gain: float = WORTH_NAMING,
     within_s: float | None = None,
 ) -> tuple[Bought, ...]:
-    """Caps above those of `costs`, ascending, each of which shortens the iteration by `least_gain` or more.
+    """Return caps above those of `costs`, ascending, each of which shortens the iteration by `least_gain` or more.
 
-    `makespan_s` plans: seconds of an iteration within the caps of its argument. Caps are tried in growing steps up to
-    the number of micro-batches in all chunks, or until no cap is worth 1%. Empty where a stage has no cap.
-    `within_s`: what the plan within the caps of `costs` takes, where one is known: a plan that was made in less time
-    for a higher cap may take longer, and is not one that more memory would give.
+    `makespan_s` plans: it returns the seconds of an iteration within the caps of its argument. Caps are tried in
+    growing steps up to the number of micro-batches in all chunks, or until no cap is worth 1%. Empty if a stage has no
+    cap. `within_s`: seconds of a known plan within the caps of `costs`. A quick plan for a higher cap may be slower
+    than it, and does not count.
     """
     caps = [cap for cap in costs.max_in_flight if cap is not None]
     if len(caps) < costs.stages:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bridge to the native core: costs and orders as the plain numbers it takes, and back."""
+"""Convert costs and orders to the plain numbers of the native core, and back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All orders of actions that have names. A new one is a function in a module of its own, and a row here.
+"""List all named orders of actions. A new one is a function in a module of its own, and a row here.
 
-The command line, tests that hold for every order, and docs/schedules.md read this table.
+The command line, the tests that hold for every order, and docs/schedules.md read this table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from adaptra_megatron.schedule.ir import Schedule, ScheduleError
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """One row: how the order is made, and for how many chunks per stage."""
+    """One row: the order's generator, and its numbers of chunks per stage."""
 
     generator: Callable[..., Schedule]
     """Takes stages, micro-batches and `options`. The docs quote the first line of its docstring."""

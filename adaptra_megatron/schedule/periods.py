@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the period of iterations that no barrier keeps apart: each stage begins the next one when its own is over.
+"""Compute the period of iterations without a barrier between them: each stage begins the next one when its own is over.
 
-Then the time from one iteration to the next is not a makespan: what the first stages idle at the end of one, and the
-last ones at the beginning of the next, is no loss (ReCycle: staggered optimizer; Zero Bubble: ZB-H2).
+The time from one iteration to the next is then shorter than a makespan: idle time of the first stages at the end of one
+iteration, and of the last stages at the beginning of the next, costs nothing (ReCycle: staggered optimizer; Zero
+Bubble: ZB-H2).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def plan_for_period(
 
 
 def period_bound(costs: Costs) -> LowerBound:
-    """Return the computation of the busiest stage in an iteration: a lower bound of any period."""
+    """Return the computation of the busiest stage in an iteration, a lower bound of any period."""
     work_s = [
         costs.micro_batches
         * math.fsum(

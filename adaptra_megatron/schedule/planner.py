@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the schedule of least makespan within the activation caps."""
+"""Find the schedule of least makespan within the activation caps."""
 
 from __future__ import annotations
 
@@ -74,17 +74,16 @@ def plan(
     split: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
-    """Return the best schedule found for `costs`; among equally fast ones, the one that holds the fewest
-    activations.
+    """Return the best schedule found for `costs`; among equally fast ones, the one that holds the fewest activations.
 
     Deterministic: work is limited by a number of simulated actions, `deadline_s * ACTIONS_PER_SECOND`, never by a
-    clock; at least one schedule is made. After a first search, the rest goes to searches for nearby costs, and then
-    to a longer search that starts from the best of them. `progress` gets how many searches are over.
+    clock; at least one schedule is made. After a first search, the rest goes to searches for nearby costs, and then to
+    a longer search that starts from the best of them. `progress` gets the number of finished searches.
 
     While the plan is more than `ENOUGH` above its bound, `patience_s` are spent instead, if more (None: `PATIENCE_S`
-    without a deadline, else nothing). Stages keep backwards whole where that is faster or holds less; with `split`
-    False all do, for models whose backward cannot be split. In a shared queue the plan is never slower than stock's
-    order if that fits the caps; with a V placement, never slower than an order of `v_shaped` that does.
+    without a deadline, else nothing). Stages keep backwards whole if that is faster or holds less; with `split` False
+    all do, for models whose backward cannot be split. In a shared queue the plan is never slower than stock's order if
+    that fits the caps; with a V placement, never slower than an order of `v_shaped` that does.
 
     Raises PlanError if no schedule fits the caps.
     """

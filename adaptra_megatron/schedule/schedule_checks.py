@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a schedule can run: complete, ordered, within the cap, free of deadlock."""
+"""Check that a schedule can run: complete, ordered, within the cap, free of deadlock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule, Schedule
 
 
 def check_progress(schedule: Schedule) -> None:
-    """Raise ScheduleError, naming the cycle of waits, if the orders deadlock; without a clock.
+    """Raise ScheduleError, naming the cycle of waits, if the orders deadlock. Needs no costs.
 
-    The orders must be complete and per chunk ascending in micro-batches: `check_schedule` checks that first.
+    The orders must be complete, with ascending micro-batches per chunk: `check_schedule` checks that first.
     """
     stages, placement, last = schedule.stages, schedule.placement, schedule.virtual_stages - 1
     chunks = range(schedule.chunks)
@@ -51,8 +51,9 @@ def check_progress(schedule: Schedule) -> None:
 
 
 def _fail(schedule: Schedule, blocked: dict[int, Action]) -> None:
-    """Raise ScheduleError for a cycle of waits: each blocked stage waits for another, so following them ends in a
-    cycle."""
+    """Raise ScheduleError for a cycle of waits, found by following each blocked stage to the stage that it
+    waits for.
+    """
     stage = next(iter(blocked))
     path: list[int] = []
     while stage not in path:

@@ -2,17 +2,17 @@
 """Simulate a schedule: exact, event-driven simulation of fixed orders and of online dispatch.
 
 A stage runs its actions one after another. F of virtual stage v needs the activation from v-1, a backward of v the
-gradient from v+1 (the last virtual stage: its own F), W its own I. The action that makes a message hands it to the
-directed link between the two ranks when it ends; where one rank runs both virtual stages the message is there at once.
-A link carries messages in the order in which they were handed over: each starts when the link is free, keeps it busy
-for `occupancy_s` and arrives `latency_s` after that. With two stages and several chunks, or a V placement, one directed
-link carries activations and gradients.
+gradient from v+1 (the last virtual stage: its own F), W its own I. When the action that makes a message ends, it hands
+the message to the directed link between the two ranks; if one rank runs both virtual stages, the message arrives at
+once. A link carries messages in the order in which they were handed over: each starts when the link is free, keeps it
+busy for `occupancy_s` and arrives `latency_s` after that. With two stages and several chunks, or a V placement, one
+directed link carries activations and gradients.
 
-A rendezvous link is busy for both, and a transfer starts when both of its ends have. Hosts issue all work far ahead,
-in the launch order (see `launch_order`). With separate queues that posts every receive in time. With
-`Costs.shared_queue` all that a stage issues starts in the order of issue: nothing starts while an action in front of it
-waits for its message, a send for its action, or a receive for the link's previous one. With `Costs.serial_queue`
-nothing there starts before the end of what was issued in front of it either.
+A rendezvous link is busy for both, and a transfer starts when both of its ends have. Hosts issue all work far ahead, in
+the launch order (see `launch_order`). With separate queues that posts every receive in time. With `Costs.shared_queue`
+a stage's operations start in the order of issue: none starts while an earlier one waits, an action for its message, a
+send for its action, or a receive for the link's previous message. With `Costs.serial_queue` none starts before the
+earlier ones have ended, either.
 """
 
 from __future__ import annotations

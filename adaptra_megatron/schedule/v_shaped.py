@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules of V placements: chunk 0 runs down the stages and chunk 1 back up, so stage 0 holds both ends.
+"""Generate the schedules of V placements: chunk 0 runs down the stages and chunk 1 back up, so stage 0 holds both ends.
 
-They take any number of micro-batches: fewer than fill the pipeline run as in an iteration that does, without its last
-ones. What they hold is counted as in their papers: nothing is released before the weight gradient.
+They accept any number of micro-batches: too few to fill the pipeline run as in a full iteration, without its last ones.
+Activations are counted as in the papers: nothing is released before the weight gradient.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def zb_v(stages: int, micro_batches: int) -> Schedule:
 def dualpipe_v(stages: int, micro_batches: int) -> Schedule:
     """DualPipe-V: DeepSeek's DualPipe cut in half, by the steps of its `dualpipe/dualpipev.py`.
 
-    What it runs as one overlapped pair, a forward and a backward of the other chunk, stands here one behind the other.
-    With equal times of F, I and W, no stage idles longer than `stages - 1` of them, and every stage holds at most
-    `2 stages + 1` activations of one chunk.
+    Its overlapped pairs, a forward and a backward of the other chunk, run here one after the other. With equal times of
+    F, I and W, no stage idles longer than `stages - 1` of them, and every stage holds at most `2 stages + 1`
+    activations of one chunk.
     """
     require_counts(stages=stages, micro_batches=micro_batches)
     filled = max(micro_batches, 2 * stages)
@@ -51,7 +51,8 @@ def v_half(stages: int, micro_batches: int) -> Schedule:
 def v_min(stages: int, micro_batches: int) -> Schedule:
     """V-Min of Pipeline Parallelism with Controllable Memory (arXiv 2405.15362): about a third of 1F1B's activations.
 
-    Every stage starts right behind the one before, on all ways, and holds at most `2 (stages + 4) / 3` of one chunk.
+    Every stage starts right after the previous one, in both directions, and holds at most `2 (stages + 4) / 3` of one
+    chunk.
     """
     return _repeated(stages, micro_batches, down=1, up=1)
 
@@ -155,11 +156,11 @@ def _dualpipe_v_order(stage: int, stages: int, micro_batches: int) -> Order:
 
 
 def _repeated(stages: int, micro_batches: int, *, down: int, up: int) -> Schedule:
-    """Repeat one block of six unit times, F, I and W of both chunks, for every micro-batch (arXiv 2405.15362,
-    section 3).
+    """Repeat one block of six unit times, F, I and W of both chunks, for every micro-batch (arXiv 2405.15362, section
+    3).
 
     Chunk 0 is shifted by `down` units from stage to stage, chunk 1 by `up`. At the turns it waits as little as
-    possible so that no stage has two actions at one unit of the period.
+    possible, so that no stage has two actions at one unit of the period.
     """
     require_counts(stages=stages, micro_batches=micro_batches)
     # A wait between F and I of the last virtual stage holds up both chunks.

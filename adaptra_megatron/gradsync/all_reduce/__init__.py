@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces as data: who sends what to whom in which round, what that costs, and which to choose."""
+"""All-reduces as data: the transfers of each round, their costs, and the choice between them."""
 
 ALGORITHM_HELP = {
     "stragglar": "what can be summed up without the replica that came last before is, while the others wait for it",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces around a straggler, by their names in --adaptra-gradient-sync. A new one is a module, a row here, and
-its help in the package."""
+"""All-reduces around a straggler, by their names in --adaptra-gradient-sync.
+
+A new one is a module, a row here, and its help in the package.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +23,34 @@ MOST_CHUNKS = 256
 
 
 class AllReduceWire(NamedTuple):
-    """Each rank's link."""
+    """Speed of each rank's link."""
 
     latency_s: float
-    """Time of each message in addition to that of its bytes."""
+    """Time of each message in addition to its bytes."""
     byte_s: float
     """Seconds per byte."""
 
     def rounds_s(self, rounds: int, chunks: int, nbytes: float) -> float:
-        """Seconds of rounds in which each message is one of `chunks` parts of `nbytes`."""
+        """Return the seconds of rounds in which each message is one of `chunks` parts of `nbytes`."""
         return rounds * (self.latency_s + self.byte_s * nbytes / chunks)
 
 
 def ring_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
-    """Exposed seconds of a ring, whatever the delay: it begins when all are there."""
+    """Return the exposed seconds of a ring, which starts when all ranks have arrived, whatever the delay."""
     return wire.rounds_s(2 * (ranks - 1), ranks, nbytes)
 
 
 def stock_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
-    """Exposed seconds of the best that a library can do, whatever the delay: a ring's bytes in the fewest messages.
+    """Return the exposed seconds of the best library algorithm, whatever the delay: a ring's bytes in the fewest
+    messages.
 
-    Recursive halving and doubling takes as long where the number of ranks is a power of two.
+    Recursive halving and doubling takes this time if the number of ranks is a power of two.
     """
     return 2 * (ranks - 1).bit_length() * wire.latency_s + wire.byte_s * nbytes * 2 * (ranks - 1) / ranks
 
 
 def stragglar_s(ranks: int, nbytes: float, wire: AllReduceWire, delay_s: float) -> float:
-    """Exposed seconds of StragglAR. `delay_s`: from the arrival of the last but one to that of the straggler.
+    """Return the exposed seconds of StragglAR. `delay_s`: time between the arrivals of the last two ranks.
 
     Raises ScheduleError for a number of ranks without a schedule.
     """
@@ -56,19 +59,22 @@ def stragglar_s(ranks: int, nbytes: float, wire: AllReduceWire, delay_s: float) 
 
 
 def stragglar_waiting_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
-    """Seconds of its reduce-scatter among those that wait, which a delay of this length hides."""
+    """Return the seconds of StragglAR's reduce-scatter among the waiting ranks, which a delay of this length hides."""
     return wire.rounds_s(ranks - 2, ranks - 1, nbytes)
 
 
 def hidden_s(ranks: int, nbytes: float, wire: AllReduceWire, delay_s: float, chunks: int | None = None) -> float:
-    """Exposed seconds of the hidden all-reduce, in `chunks` parts (None: `chain_chunks`); `delay_s` as above."""
+    """Return the exposed seconds of the hidden all-reduce, in `chunks` parts (None: `chain_chunks`).
+
+    `delay_s`: time between the arrivals of the last two ranks.
+    """
     chunks = chain_chunks(ranks, nbytes, wire) if chunks is None else chunks
     left_s = max(0.0, hidden_waiting_s(ranks, nbytes, wire) - delay_s)
     return left_s + wire.rounds_s(chunks + ranks - 2, chunks, nbytes)
 
 
 def hidden_waiting_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
-    """Seconds of its all-reduce among those that wait, which a delay of this length hides."""
+    """Return the seconds of the hidden all-reduce among the waiting ranks, which a delay of this length hides."""
     return wire.rounds_s(2 * (ranks - 2), ranks - 1, nbytes)
 
 
@@ -81,7 +87,7 @@ def chain_chunks(ranks: int, nbytes: float, wire: AllReduceWire) -> int:
 
 
 def critical_delay_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
-    """The delay from which on StragglAR takes less than a ring; infinite where it never does."""
+    """Return the delay from which on StragglAR takes less than a ring; infinite if it never does."""
     saved_s = ring_s(ranks, nbytes, wire) - stragglar_s(ranks, nbytes, wire, math.inf)
     return max(0.0, stragglar_waiting_s(ranks, nbytes, wire) - saved_s) if saved_s > 0 else math.inf
 
@@ -92,20 +98,22 @@ _CHAIN_CHUNK_NBYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One of them, for all that choose it, run it and tell of it."""
+    """One all-reduce: what is needed to choose, run and describe it."""
 
     plan: Callable[[int, int], AllReduce]
-    """Makes its rounds for so many ranks, the last of which is the straggler, and so many chunks."""
+    """Returns the rounds for a number of ranks, the last of which is the straggler, and a number of chunks."""
     chunks: Callable[[int, int, AllReduceWire | None], int]
-    """Says in how many chunks so many ranks sum up so many bytes. Without a wire nothing has been measured yet."""
+    """Returns the number of chunks for a number of ranks, a number of bytes, and the wire; None: nothing is measured
+    yet.
+    """
     exposed_s: Callable[[int, float, AllReduceWire, float], float]
-    """Takes ranks, bytes, wire and delay: see `costs`."""
+    """Returns the exposed seconds for ranks, bytes, wire and delay."""
     waiting_s: Callable[[int, float, AllReduceWire], float]
-    """Gives the seconds of what is done without the straggler: a time for each message, and a time for each byte."""
+    """Returns the seconds of the work without the straggler, for ranks, bytes and wire. It is linear in the bytes."""
     supports: Callable[[int], bool] = lambda ranks: True
-    """Says whether there is a plan for so many ranks."""
+    """Returns whether there is a plan for a number of ranks."""
     needs: str = ""
-    """Says which numbers of ranks these are."""
+    """Describes the supported numbers of ranks."""
 
 
 def _chunks_of_chain(ranks: int, nbytes: int, wire: AllReduceWire | None) -> int:
@@ -142,20 +150,21 @@ LEAST_GAIN = 0.05
 
 
 class AlgorithmChoice(NamedTuple):
-    """An algorithm for the first bytes of a buffer. Stock's sums up the others, behind them."""
+    """An algorithm for the first bytes of a buffer. Stock's sums the others afterwards."""
 
     algorithm: str
     """`STOCK`, or a name in `ALGORITHMS`."""
     nbytes: int
     exposed_s: float
-    """Time of the whole buffer, by the model."""
+    """Predicted exposed time of the whole buffer, in seconds."""
 
 
 def choose(ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float) -> AlgorithmChoice:
-    """The choice that exposes the least for one buffer, if it saves `LEAST_GAIN`; else stock's for all of it.
+    """Return the choice with the least exposed time for one buffer, if it saves `LEAST_GAIN`; else stock's for all of
+    it.
 
-    `delay_s`: how much later than all others the same rank is sure to come; 0 if that is in doubt. No algorithm gets
-    more bytes than the delay hides the work on.
+    `delay_s`: how much later than all others the same rank is certain to arrive; 0 if uncertain. An algorithm gets no
+    more bytes than it can reduce during the delay.
     """
     stock = AlgorithmChoice(STOCK, nbytes, stock_s(ranks, nbytes, wire))
     best = stock._replace(exposed_s=(1 - LEAST_GAIN) * stock.exposed_s)
@@ -176,9 +185,10 @@ def choose(ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float) -> Algo
 
 
 def overlapped_nbytes(algorithm: Algorithm, ranks: int, wire: AllReduceWire, delay_s: float) -> float:
-    """The bytes whose reduction without the straggler ends before it comes; infinite where bytes cost nothing.
+    """Return the bytes whose reduction without the straggler ends before it arrives; infinite if bytes cost nothing.
 
-    For StragglAR delay (ranks - 1) / ((ranks - 2) byte_s), without latencies, and half of it for the hidden all-reduce.
+    Without latencies that is delay (ranks - 1) / ((ranks - 2) byte_s) for StragglAR, and half of it for the hidden
+    all-reduce.
     """
     left_s = delay_s - algorithm.waiting_s(ranks, 0, wire)
     if left_s <= 0:

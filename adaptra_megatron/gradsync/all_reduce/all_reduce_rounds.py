@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An all-reduce as rounds of transfers between ranks, each of which sends and receives once a round at most."""
+"""Represent an all-reduce as rounds of transfers, in each of which a rank sends and receives at most once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from adaptra_megatron.schedule.ir import ScheduleError, require_counts
 
 
 class Transfer(NamedTuple):
-    """One chunk on its way. What is sent is what the sender has at the beginning of the round."""
+    """Transfer of one chunk, with its value at the beginning of the round."""
 
     sender: int
     receiver: int
     chunk: int
     adds: bool = False
-    """True where the receiver adds it to what it has of the chunk, instead of putting it in its place."""
+    """True if the receiver adds it to its own chunk; False if it replaces that."""
 
 
 Round = tuple[Transfer, ...]
@@ -31,13 +31,13 @@ class RoundStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundPhase:
-    """Rounds over a buffer that is cut into `chunks` parts as equal as can be."""
+    """Rounds over a buffer that is divided into `chunks` parts of nearly equal size."""
 
     chunks: int
     rounds: tuple[Round, ...]
 
     def steps(self, rank: int) -> tuple[RoundStep, ...]:
-        """Rounds of one rank, without those that it has no part in."""
+        """Return the steps of one rank, without the rounds in which it has none."""
         found = []
         for transfers in self.rounds:
             sends = next((each for each in transfers if each.sender == rank), None)
@@ -47,7 +47,7 @@ class RoundPhase:
         return tuple(found)
 
     def bounds(self, chunk: int, elements: int) -> tuple[int, int]:
-        """First element of a chunk, and the one behind its last, of `elements`; they are equal for an empty chunk."""
+        """Return the first element of a chunk and the one behind its last, of `elements`; equal for an empty chunk."""
         return chunk * elements // self.chunks, (chunk + 1) * elements // self.chunks
 
 
@@ -56,35 +56,37 @@ NOTHING = RoundPhase(1, ())
 
 @dataclass(frozen=True)
 class AllReduce:
-    """A whole all-reduce of `ranks` ranks, of which the last, `ranks` - 1, is the straggler.
+    """A whole all-reduce over `ranks` ranks, of which the last, `ranks` - 1, is the straggler.
 
-    Afterwards each rank has the sum over all, and all have added it up in the same way: replicas are equal to the bit.
+    Afterwards each rank has the sum over all, added up in the same order: replicas are equal to the bit.
     """
 
     ranks: int
     waiting: RoundPhase
-    """Without the straggler, while the others wait for it. Without rounds, if there is nothing to do."""
+    """Rounds without the straggler, while the others wait for it. May be empty."""
     together: RoundPhase
-    """With all, once the straggler is there."""
+    """Rounds with all ranks, once the straggler has arrived."""
 
 
 # All-reduces around a ring: of all ranks, and of all but the straggler, whose part then runs through a chain.
 
 
 def ring(ranks: int) -> AllReduce:
-    """The usual all-reduce, 2 (ranks - 1) rounds: it begins when the last rank is there. Raises ScheduleError for fewer
-    than 2 ranks."""
+    """Return the usual ring in 2 (ranks - 1) rounds, which starts when the last rank has arrived.
+
+    Raises ScheduleError for fewer than 2 ranks.
+    """
     require_ranks(ranks)
     return AllReduce(ranks, NOTHING, RoundPhase(ranks, reduce_scatter(ranks) + _all_gather(ranks)))
 
 
 def hidden(ranks: int, chunks: int) -> AllReduce:
-    """An all-reduce of all but the straggler, and a chain for what the straggler has, cut into `chunks` parts.
+    """Return an all-reduce over all ranks but the straggler, then a chain for the straggler's data in `chunks` parts.
 
-    In the chain, rank 0 receives the straggler's chunks one by one, adds each to its own, and the next rank receives
-    the sum a round later: `chunks` + ranks - 2 rounds. The last rank of the chain sends the straggler what it lacks,
-    each chunk before the sum comes. The algorithm is our own; its rival is StragglAR, which needs half of the delay
-    but more rounds of bandwidth. Raises ScheduleError for fewer than 2 ranks or no chunks.
+    In the chain, rank 0 receives the straggler's chunks one by one and adds each to its own. The next rank receives the
+    sum a round later: `chunks` + ranks - 2 rounds. The last rank of the chain sends the straggler the missing sums. The
+    algorithm is our own. Its rival is StragglAR, which needs half of the delay but more rounds of bandwidth. Raises
+    ScheduleError for fewer than 2 ranks or no chunks.
     """
     require_ranks(ranks)
     require_counts(chunks=chunks)
@@ -104,7 +106,7 @@ def hidden(ranks: int, chunks: int) -> AllReduce:
 
 
 def reduce_scatter(ranks: int) -> tuple[Round, ...]:
-    """Rounds after which rank r has the sum of chunk r of `ranks`."""
+    """Return rounds after which rank r has the sum of chunk r of `ranks`."""
     return tuple(
         tuple(Transfer(rank, (rank + 1) % ranks, (rank - 1 - number) % ranks, adds=True) for rank in range(ranks))
         for number in range(ranks - 1)
@@ -112,7 +114,7 @@ def reduce_scatter(ranks: int) -> tuple[Round, ...]:
 
 
 def _all_gather(ranks: int) -> tuple[Round, ...]:
-    """Rounds after which each rank has all chunks, of which rank r had chunk r."""
+    """Return rounds after which each rank has all chunks. Before them rank r has chunk r."""
     return tuple(
         tuple(Transfer(rank, (rank + 1) % ranks, (rank - number) % ranks) for rank in range(ranks))
         for number in range(ranks - 1)
@@ -120,7 +122,7 @@ def _all_gather(ranks: int) -> tuple[Round, ...]:
 
 
 def require_ranks(ranks: int) -> None:
-    """Raise ScheduleError for fewer than 2."""
+    """Raise ScheduleError for fewer than 2 ranks."""
     require_counts(ranks=ranks)
     if ranks < 2:
         raise ScheduleError("ranks must be at least 2: a single rank has nothing to reduce")

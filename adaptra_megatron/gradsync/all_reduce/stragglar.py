@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StragglAR's all-reduce (arXiv 2505.23523): what can be reduced without the straggler is, while the others wait."""
+"""StragglAR's all-reduce (arXiv 2505.23523): it reduces as much as possible while the other ranks wait for the
+straggler.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from adaptra_megatron.schedule.ir import ScheduleError
 
 
 def rounds_of_power(ranks: int) -> tuple[Round, ...]:
-    """ranks + log2(ranks) - 2 rounds, for a power of two.
+    """Return the ranks + log2(ranks) - 2 rounds of StragglAR for a power of two.
 
-    From round q = log2(ranks) on, each fast rank holds one *active* chunk, which is complete but not on all ranks yet.
-    At the beginning of round r chunk r - j is on 2 ** (j - 1) of them, and rank r, whose turn with the straggler it is,
-    holds the oldest, r - q. All other holders of the oldest swap it with a rank that lacks it: the oldest is then
-    everywhere and each other active chunk on twice as many ranks.
+    From round q = log2(ranks) on, each fast rank holds one *active* chunk: complete, but not on all ranks yet. At the
+    beginning of round r, chunk r - j is on 2 ** (j - 1) of them. Rank r, which exchanges with the straggler in round r,
+    holds the oldest, r - q. All other holders of the oldest swap it with a rank that lacks it. Then the oldest is
+    everywhere, and each other active chunk is on twice as many ranks.
     """
     construction = _Construction(ranks)
     rounds = [construction.ramp_up(number) for number in range(construction.doublings)]
@@ -36,7 +38,7 @@ def rounds_of_power(ranks: int) -> tuple[Round, ...]:
 
 
 class _Construction:
-    """Which chunk is active on which rank, round by round."""
+    """Active chunk of each rank, round by round."""
 
     def __init__(self, ranks: int) -> None:
         assert ranks.bit_count() == 1 < ranks, f"{ranks} ranks are no power of two"
@@ -45,10 +47,10 @@ class _Construction:
         self.active: dict[int, int] = {}
 
     def ramp_up(self, number: int) -> Round:
-        """Copies go to ranks without a chunk.
+        """Copy active chunks to ranks without one.
 
-        Those whose turn is soon stay without one until then, and rank chunk + doublings gets the chunk that is to be
-        the oldest when its turn comes.
+        Ranks that exchange with the straggler soon get none before. Rank chunk + doublings gets the chunk that is the
+        oldest when its turn comes.
         """
         critical = 2 * self.doublings - 2
         spare = [rank for rank in range(critical + 1, self.straggler) if rank not in self.active]
@@ -62,13 +64,13 @@ class _Construction:
         return (*_exchange(number, self.straggler), *copies)
 
     def steady(self, number: int) -> Round:
-        """One exchange, and all other ranks in pairs."""
+        """Return a round with one exchange, in which all other ranks swap in pairs."""
         transfers = self._swap_oldest(number - self.doublings, number)
         self.active[number] = number
         return (*_exchange(number, self.straggler), *transfers)
 
     def drain(self) -> list[Round]:
-        """The rounds after the last exchange: the straggler holds the last chunk as any other rank does."""
+        """Return the rounds after the last exchange: the straggler holds the last chunk as any other rank does."""
         self.active[self.straggler] = last = self.ranks - 2
         rounds = []
         while (oldest := min(self.active.values())) < last:
@@ -76,9 +78,9 @@ class _Construction:
         return rounds
 
     def _swap_oldest(self, oldest: int, turn: int) -> Round:
-        """Pairs of a rank that holds the oldest chunk, but `turn`, and one that does not.
+        """Pair each holder of the oldest chunk, except `turn`, with a rank that lacks it.
 
-        Ranks whose turn is next get the smallest of the other chunks: they must hold the oldest one when it comes.
+        Ranks whose exchange is next get the smallest of the other chunks: they must hold the oldest one by then.
         """
         holders = [rank for rank, chunk in self.active.items() if chunk == oldest and rank != turn]
         holders.sort(key=lambda rank: (not turn < rank < turn + self.doublings, rank))
@@ -109,7 +111,8 @@ def _exchange(chunk: int, straggler: int) -> Round:
 
 
 def least_rounds(ranks: int) -> int:
-    """The fewest rounds there can be once the straggler is there, if each rank sends and receives one chunk a round.
+    """Return the minimum number of rounds after the straggler's arrival, if each rank sends and receives one chunk a
+    round.
 
     The last chunk is complete on two ranks after round ranks - 1, and on twice as many after each further one.
     """
@@ -117,8 +120,10 @@ def least_rounds(ranks: int) -> int:
 
 
 def cyclic_rounds(ranks: int, ages: Sequence[int], tail: Sequence[Sequence[int]]) -> tuple[Round, ...]:
-    """Rounds of a table. `tail`: by round and fast rank, how much older than the last chunk the one that it receives
-    is; -1: it receives none."""
+    """Return the rounds of a table.
+
+    `tail`: by round and fast rank, how much older than the last chunk the received one is; -1: nothing is received.
+    """
     fast, straggler = ranks - 1, ranks - 1
     copies = _copies(fast, ages)
     rounds: list[Round] = []
@@ -143,7 +148,7 @@ def cyclic_rounds(ranks: int, ages: Sequence[int], tail: Sequence[Sequence[int]]
 
 
 def held_after_cycles(ranks: int, ages: Sequence[int]) -> list[set[int]]:
-    """Complete chunks of each rank, the straggler's last, when the last exchange is over."""
+    """Return the complete chunks of each rank after the last exchange; the straggler's come last."""
     fast = ranks - 1
     held = [
         {chunk for chunk in range(fast) if chunk + ([0, *ages][(rank - chunk) % fast]) < fast} for rank in range(fast)
@@ -152,9 +157,10 @@ def held_after_cycles(ranks: int, ages: Sequence[int]) -> list[set[int]]:
 
 
 def _copies(fast: int, ages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Distances of sender and receiver from a chunk's owner, and the age at which it is copied.
+    """Return, for each copy, the distances of sender and receiver from the chunk's owner, and the chunk's age.
 
-    A sender has the chunk already, and in no round is it asked for two: the shifts of its distance by the age differ.
+    A sender already has the chunk, and never sends two chunks in one round: its distances shifted by the age all
+    differ.
     """
     at = [0, *ages]
     choices = [[place for place in range(1, fast) if at[(place + age) % fast] < age] for age in ages]
@@ -165,7 +171,7 @@ def _copies(fast: int, ages: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _matched(choices: Sequence[Sequence[int]]) -> list[int]:
-    """One of each entry's choices, all different (Kuhn's algorithm)."""
+    """Return one of each entry's choices, all different (Kuhn's algorithm)."""
     owner: dict[int, int] = {}
 
     def place(entry: int, seen: set[int]) -> bool:
@@ -187,11 +193,11 @@ MOST_RANKS = 64
 
 
 def stragglar(ranks: int) -> AllReduce:
-    """StragglAR for `ranks` ranks: a reduce-scatter of all but the straggler while it is away, then exchanges.
+    """Return StragglAR for `ranks` ranks: a reduce-scatter without the straggler, then exchanges with it.
 
-    Chunk c goes to rank c in the reduce-scatter, and in round c after the straggler's arrival both complete it: rank c
-    adds what the straggler has, and the straggler what rank c has. All else are copies of complete chunks. Takes
-    `stragglar_rounds` rounds after the arrival. Raises ScheduleError where `has_stragglar` says no.
+    Chunk c goes to rank c in the reduce-scatter. In round c after the straggler's arrival both complete it: rank c adds
+    the straggler's chunk, and the straggler adds rank c's. All other transfers copy complete chunks. There are
+    `stragglar_rounds` rounds after the arrival. Raises ScheduleError if `has_stragglar` is False.
     """
     _require_table(ranks)
     fast = ranks - 1
@@ -200,12 +206,12 @@ def stragglar(ranks: int) -> AllReduce:
 
 
 def has_stragglar(ranks: int) -> bool:
-    """Return whether there is a schedule for so many: for 2 to 64, and for powers of two."""
+    """Return whether there is a schedule for `ranks` ranks: for 2 to 64, and for powers of two."""
     return ranks >= 2 and (ranks <= MOST_RANKS or ranks & (ranks - 1) == 0)
 
 
 def stragglar_rounds(ranks: int) -> int:
-    """Rounds after the arrival, of which there can be no fewer: ranks + ceil(log2(ranks)) - 2.
+    """Return the number of rounds after the arrival: ranks + ceil(log2(ranks)) - 2, the minimum.
 
     Raises ScheduleError as `stragglar`.
     """
@@ -226,7 +232,7 @@ def _require_table(ranks: int) -> None:
 
 @cache
 def _tables() -> Mapping[int, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-    """Ages and tail (see `cyclic_rounds`) by number of ranks, made by scripts/search_all_reduce_tables.py."""
+    """Return ages and tail (see `cyclic_rounds`) by number of ranks, from scripts/search_all_reduce_tables.py."""
     lines = files(__package__).joinpath("tables.csv").read_text().splitlines()
     return {
         int(row["ranks"]): (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide on the mode in which updates are made, from what replicas measure: the same on all that are given the same."""
+"""Choose the mode of updates from the replicas' measurements. All replicas get the same numbers, and so agree."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _UNKNOWN = math.inf
 
 
 class Gradient(NamedTuple):
-    """Description of a gradient that a replica hands in."""
+    """Description of a gradient that a replica reports."""
 
     compute_s: float
-    """Time that it took."""
+    """Time to compute it."""
     square: float
-    """Squared norm of it, the mean over a replica's batch; of one stage's parameters."""
+    """Squared norm of the gradient, which is the mean over a replica's batch; of one stage's parameters."""
     update_square: float | None
-    """The squared norm of the mean over all replicas in the update before; None where they were not all together."""
+    """Squared norm of the mean over all replicas in the previous update; None if some were missing."""
 
 
 def predicted_s(times_s: Sequence[float]) -> float:
-    """A replica's next time, from its last ones."""
+    """Predict a replica's next time from its latest ones."""
     return median(times_s)
 
 
 class ModeDecider:
-    """Decides anew when the predicted stragglers change."""
+    """Chooses a mode anew when the predicted stragglers change."""
 
     def __init__(self, replicas: int, kinds: Iterable[ModeKind], max_staleness: int) -> None:
-        """`kinds`: those to choose from, besides synchronous training."""
+        """`kinds`: kinds of modes to choose from, besides synchronous training."""
         self._kinds, self._max_staleness = tuple(kinds), max_staleness
         self._times_s: list[deque[float]] = [deque(maxlen=KEPT) for _ in range(replicas)]
         self._warm = [False] * replicas
@@ -55,8 +55,11 @@ class ModeDecider:
 
     @property
     def noise(self) -> float:
-        """The gradient noise scale in batches of one replica (arXiv 1812.06162, appendix A.1), by the norms of one
-        replica's gradient and of the mean of all; infinite before there are any, and where they say nothing."""
+        """Return the gradient noise scale in batches of one replica (arXiv 1812.06162, appendix A.1).
+
+        It is computed from the norms of one replica's gradient and of the mean of all. Infinite before there are any,
+        and when they are inconclusive.
+        """
         if not self._pairs:
             return _UNKNOWN
         replicas = len(self._times_s)
@@ -67,13 +70,13 @@ class ModeDecider:
 
     @property
     def times_s(self) -> list[float] | None:
-        """Predicted times of all replicas; None while one of them has too few."""
+        """Return the predicted times of all replicas; None while one of them has too few measurements."""
         if min(map(len, self._times_s)) < LEAST:
             return None
         return [predicted_s(each) for each in self._times_s]
 
     def arrived(self, replica: int, gradient: Gradient) -> None:
-        """`replica` hands one in. Its first is left out: it takes as long as compilers and allocators do."""
+        """Record a gradient of `replica`. Its first is ignored, since compilers and allocators slow it down."""
         if self._warm[replica]:
             self._times_s[replica].append(max(gradient.compute_s, 1e-9))
         self._warm[replica] = True
@@ -83,7 +86,7 @@ class ModeDecider:
             self._small = None
 
     def decide(self, update: Update) -> Candidate | None:
-        """Return what to go on with after `update`; None where that stays as it is."""
+        """Return the new mode after `update`; None if it stays."""
         self._small = fmean(self._squares) if update.together else None
         times_s = self.times_s
         if times_s is None or (found := stragglers(times_s, self._stragglers)) == self._stragglers:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronisation modes, what an update takes in each, and which one reaches a loss first.
+"""Define synchronisation modes, predict the time of an update in each, and find which one reaches a loss first.
 
-A replica computes a gradient, hands it in, and begins anew with the parameters of the update that it was part of. Times
-are seconds per gradient; parameters' versions count updates.
+A replica computes a gradient, reports it, and begins again with the parameters of the update that used it. Times are
+seconds per gradient. Versions of parameters count updates.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class ModeKind(Enum):
     SSGD = "ssgd"
     """Updates by all replicas together: synchronous training."""
     X_ORDER = "x-order"
-    """By any x replicas."""
+    """Updates by any x replicas."""
     DYNAMIC = "dynamic"
-    """By groups of replicas of like speed, each in its own turn; small ones add to the others' updates."""
+    """Updates by groups of replicas of similar speed, each in its own turn; small groups add to the others' updates."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A kind, and what it needs to know."""
+    """A kind of mode, with its parameters."""
 
     kind: ModeKind
     x: int
-    """Gradients that make an update; of `DYNAMIC` the size of its smallest group."""
+    """Number of gradients that make an update; for `DYNAMIC`, the size of its smallest group."""
     groups: tuple[tuple[int, ...], ...]
-    """Replicas that update together: all of them but for `DYNAMIC`."""
+    """Replicas that update together: one group of all, except for `DYNAMIC`."""
 
     @classmethod
     def ssgd(cls, replicas: int) -> Mode:
@@ -56,7 +56,7 @@ class Mode:
 
     @classmethod
     def x_order(cls, replicas: int, x: int) -> Mode:
-        """Updates of any `x` gradients. Raises ScheduleError unless 1 <= `x` <= `replicas`."""
+        """Return the mode of updates by any `x` gradients. Raises ScheduleError unless 1 <= `x` <= `replicas`."""
         require_counts(x=x)
         if x > replicas:
             raise ScheduleError(f"x is {x}, but there are {replicas} replicas: at most all of them make an update")
@@ -64,7 +64,7 @@ class Mode:
 
     @classmethod
     def dynamic(cls, groups: Iterable[Sequence[int]]) -> Mode:
-        """Updates by `groups`, which together are all replicas. Raises ScheduleError where they are not."""
+        """Return the mode of updates by `groups`. Raises ScheduleError unless they contain each replica once."""
         found = tuple(tuple(sorted(group)) for group in groups)
         members = sorted(replica for group in found for replica in group)
         if not found or not all(found) or members != list(range(len(members))):
@@ -73,23 +73,22 @@ class Mode:
 
     @property
     def replicas(self) -> int:
-        """Return how many there are."""
+        """Return the number of replicas."""
         return sum(map(len, self.groups))
 
     def adds_to_others(self, group: Sequence[int]) -> bool:
-        """Return whether late gradients of `group`, one of `groups`, are added to the next update of other replicas,
-        as those of the children of a ring are in STAR (section 3.1 of the released code's description).
+        """Return whether late gradients of `group`, one of `groups`, are added to the next update of other replicas.
 
-        Where others make most of the progress: an optimizer that divides by the size of gradients, as Adam does, takes
-        from an update of few, noisy ones hardly more than from none.
+        STAR does so with the children of a ring (section 3.1 of the released code's description). It pays where others
+        make most of the progress: an optimizer that divides by the size of gradients, as Adam does, gains hardly more
+        from an update of few, noisy gradients than from none.
         """
         if self.kind is ModeKind.DYNAMIC:
             return len(group) < max(map(len, self.groups)) / 2
         return self.kind is ModeKind.X_ORDER and self.x > self.replicas / 2
 
     def delivering(self, arrived: Iterable[int]) -> list[int]:
-        """Return those of the replicas that have `arrived` whose gradients, where they are late, are added to others'
-        now."""
+        """Return the replicas among `arrived` whose gradients, if late, are added to others' now."""
         here = set(arrived)
         if self.kind is ModeKind.DYNAMIC:
             groups = [group for group in self.groups if self.adds_to_others(group) and here.issuperset(group)]
@@ -97,8 +96,7 @@ class Mode:
         return sorted(here) if self.adds_to_others(self.groups[0]) else []
 
     def ready(self, arrived: Iterable[int]) -> list[int]:
-        """Return those of the replicas that have `arrived` whose gradients make an update; none where others are
-        awaited."""
+        """Return the replicas among `arrived` whose gradients make an update; none if others are awaited."""
         here = set(arrived)
         if self.kind is ModeKind.DYNAMIC:
             groups = [group for group in self.groups if here.issuperset(group)]
@@ -114,15 +112,16 @@ class Mode:
 
 
 class Pace(NamedTuple):
-    """Pace of training in a mode once it has settled."""
+    """Steady pace of training in a mode."""
 
     update_s: float
     """Mean time between updates."""
     gradients: float
     """Mean number of gradients in an update."""
     staleness: float
-    """Share of a full update that others made between the reading of parameters and the use of their gradient, on the
-    mean over gradients."""
+    """Mean over gradients of the progress that others made between the reading of parameters and the use of the
+    gradient, in full updates.
+    """
 
     @property
     def batch_s(self) -> float:
@@ -131,16 +130,16 @@ class Pace(NamedTuple):
 
 
 def require_times(times_s: Sequence[float]) -> None:
-    """Raise ScheduleError unless there are times for 1 replica or more, all above 0."""
+    """Raise ScheduleError unless there is at least one time, and all are above 0."""
     if not times_s or min(times_s) <= 0:
         raise ScheduleError(f"times are {list(times_s)}; each replica has one, above 0")
 
 
 def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
-    """The pace of replicas whose gradients always take `times_s`, by following updates from one to the next.
+    """Return the pace of replicas whose gradients always take `times_s`, by simulating updates one by one.
 
-    No replica is left behind by more than `max_staleness` updates: the others then wait for it. Raises ScheduleError
-    for times that are none, or not as many as `mode` has replicas.
+    No replica falls behind by more than `max_staleness` updates: the others then wait for it. Raises ScheduleError for
+    invalid times, or a number of times other than the replicas of `mode`.
     """
     require_times(times_s)
     require_counts(max_staleness=max_staleness)
@@ -193,8 +192,11 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
 
 
 def stragglers(times_s: Sequence[float], before: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Replicas that take more than `STRAGGLING` longer than the fastest; half of it for those that were among them
-    `before`, so that none comes and goes with every measurement."""
+    """Return the replicas that take more than `STRAGGLING` longer than the fastest.
+
+    Half of it suffices for replicas that were among them `before`, so that measurement noise does not move replicas in
+    and out.
+    """
     require_times(times_s)
     fastest_s = min(times_s)
     return frozenset(
@@ -205,8 +207,10 @@ def stragglers(times_s: Sequence[float], before: frozenset[int] = frozenset()) -
 
 
 def clusters(times_s: Sequence[float]) -> list[list[int]]:
-    """Replicas of like speed, the fastest first: each takes at most `STRAGGLING` longer than the mean of those before
-    it in its group."""
+    """Group replicas of similar speed, the fastest first.
+
+    Each takes at most `STRAGGLING` longer than the mean of the faster ones in its group.
+    """
     require_times(times_s)
     found: list[list[int]] = []
     for replica in sorted(range(len(times_s)), key=times_s.__getitem__):
@@ -219,7 +223,7 @@ def clusters(times_s: Sequence[float]) -> list[list[int]]:
 
 
 class Candidate(NamedTuple):
-    """A mode, and what the model expects of it."""
+    """A mode with its predicted pace and progress."""
 
     mode: Mode
     pace: Pace
@@ -228,12 +232,12 @@ class Candidate(NamedTuple):
 
 
 def progress_s(expected: Pace, replicas: int, noise: float) -> float:
-    """Seconds in which a mode makes the progress of one synchronous update.
+    """Return the seconds in which a mode makes the progress of one synchronous update.
 
-    Steps are as long as their share of gradients (learning rate times x/N), so as many gradients are needed in any
-    mode. Those of older parameters are worth less, the more the further a step leads: stale by a whole update, they
-    cost as much as the largest useful step is of the largest at no noise, 1 / (1 + noise / replicas) (the noise-scale
-    model of McCandlish et al., arXiv 1812.06162, section 2.2). `noise`: its noise scale, in batches of one replica.
+    Steps are scaled by their share of gradients (learning rate times x/N), so every mode needs equally many gradients.
+    Gradients of older parameters are worth less, the more the larger the step is. If stale by a whole update, they cost
+    the ratio of the largest useful step to that without noise, 1 / (1 + noise / replicas) (noise-scale model of
+    McCandlish et al., arXiv 1812.06162, section 2.2). `noise`: the noise scale, in batches of one replica.
     """
     return replicas * expected.batch_s * (1 + expected.staleness / (1 + noise / replicas))
 
@@ -241,10 +245,10 @@ def progress_s(expected: Pace, replicas: int, noise: float) -> float:
 def candidates(
     times_s: Sequence[float], kinds: Iterable[ModeKind], max_staleness: int, noise: float = 0.0
 ) -> list[Candidate]:
-    """Modes of `kinds` and what is expected of them, from synchronous training to the ones furthest from it.
+    """Return modes of `kinds` with predictions, from synchronous training to the ones most different from it.
 
-    Numbers of gradients are those at which the next replica takes longer by a mark: others only add waits. Raises
-    ScheduleError for times or a staleness that cannot be.
+    For x only values are tried after which the next replica is much slower: others only add waits. Raises ScheduleError
+    for invalid times or staleness.
     """
     count, wanted = len(times_s), set(kinds)
     like = clusters(times_s)
@@ -259,9 +263,9 @@ def candidates(
 
 
 def choose(times_s: Sequence[float], kinds: Iterable[ModeKind], max_staleness: int, noise: float = 0.0) -> Candidate:
-    """The candidate that makes progress in the least time; one after another in their order only for `LEAST_GAIN`.
+    """Return the candidate that makes progress fastest. In their order, a later one must gain `LEAST_GAIN`.
 
-    Without a straggler synchronous training. Raises as `candidates`.
+    Without a straggler it is synchronous training. Raises as `candidates`.
     """
     best, *others = candidates(times_s, kinds if stragglers(times_s) else (), max_staleness, noise)
     for other in others:

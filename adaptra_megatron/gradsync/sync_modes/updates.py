@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assign gradients to updates: that follows from the order in which replicas arrive, everywhere alike.
+"""Assign gradients to updates, by the order in which replicas arrive: every replica computes the same assignment.
 
-A replica *arrives* with a gradient and waits for the update that uses it; or, where it is late and the mode says so, it
-gives the gradient to a replica that adds it to its own, its parent, has the present parameters from it and goes on, so
-that no update waits for it. Replicas *meet* where the training does what all do together (a checkpoint, an evaluation,
-its end): no update is made until all are there, with the same parameters. Where that is need not be known before: no
-update is made of parameters before a replica has *begun* to compute with them, and so was not to meet the others.
+A replica *arrives* with a gradient and waits for the update that uses it. If it is late and the mode allows, it gives
+the gradient to another replica, its parent, which adds it to its own. It then gets the present parameters from the
+parent and goes on, so that no update waits for it. Replicas *meet* where all act together (a checkpoint, an evaluation,
+the end): no update is made until all are there, with the same parameters. Meetings are not announced. So no update is
+made from parameters before a replica has *begun* to compute with them, which shows that it does not meet the others
+first.
 """
 
 from __future__ import annotations
@@ -18,50 +19,50 @@ from adaptra_megatron.schedule.ir import ScheduleError, require_counts
 
 
 class Handover(NamedTuple):
-    """Parameters and optimizer state that one replica has of another."""
+    """Transfer of parameters and optimizer state from one replica to another."""
 
     source: int
     target: int
 
 
 class Update(NamedTuple):
-    """Gradients that are added up, and the step that they make."""
+    """The gradients of one optimizer step."""
 
     version: int
-    """Updates before it: that of the parameters to which it is applied."""
+    """Number of earlier updates: the version of the parameters that it is applied to."""
     members: tuple[int, ...]
-    """Replicas, ascending."""
+    """Replicas with a gradient in it, in ascending order."""
     stale: tuple[int, ...]
     """Members whose gradients are of older parameters."""
     handovers: tuple[Handover, ...]
-    """To members that do not have the parameters of `version`; before anything else of it."""
+    """Transfers to members that lack the parameters of `version`; they come before the rest of the update."""
     whole: bool
-    """True where all replicas are members."""
+    """True if all replicas are members."""
     gradients: int
-    """In it: the members', and those that others have given to them."""
+    """Number of gradients: the members', and those that others gave to them."""
 
     @property
     def together(self) -> bool:
-        """Return whether it is one of synchronous training."""
+        """Return whether it equals an update of synchronous training."""
         return self.whole and not self.stale and self.gradients == len(self.members)
 
     @property
     def begins(self) -> int:
-        """The member that says when it has begun anew: one that was not late, if there is one."""
+        """The member that reports when it has begun again: one that was not late, if there is one."""
         return next((each for each in self.members if each not in self.stale), self.members[0])
 
 
 class CatchUp(NamedTuple):
-    """A late replica gives its gradient, with those that it was given, to its parent, and has parameters and state."""
+    """A late replica gives its gradients to its parent, and gets parameters and optimizer state in return."""
 
     version: int
     replica: int
     handovers: tuple[Handover, ...]
-    """One: the source is the parent."""
+    """One transfer, from the parent."""
 
 
 class Met(NamedTuple):
-    """All replicas are there, with the parameters of `version`."""
+    """All replicas meet, with the parameters of `version`."""
 
     version: int
 
@@ -70,10 +71,10 @@ Event = Update | CatchUp | Met
 
 
 class Updates:
-    """Updates that follow from arrivals and meetings so far."""
+    """Updates that follow from the arrivals and meetings so far."""
 
     def __init__(self, replicas: int, max_staleness: int) -> None:
-        """`max_staleness`: most updates between the reading of parameters and the one that uses their gradient.
+        """`max_staleness`: maximum number of updates between reading parameters and using their gradient.
 
         Raises ScheduleError unless both are above 0.
         """
@@ -100,15 +101,18 @@ class Updates:
 
     @property
     def absent(self) -> list[int]:
-        """Replicas for which a meeting waits; none where there is no meeting."""
+        """Replicas that a meeting waits for; none if there is no meeting."""
         return [each for each in range(len(self.read)) if each not in self._here] if self._here else []
 
     def begins(self, replica: int) -> None:
-        """`replica` computes with the parameters of its last update. Needed of one member of each that is not whole."""
+        """Record that `replica` computes with the parameters of its last update.
+
+        One member of each update without all replicas must report this.
+        """
         self._begun = self._begun or self.read[replica] == self.version
 
     def arrives(self, replica: int) -> list[Event]:
-        """A gradient of `replica` is ready. Raises ScheduleError where its last one waits still."""
+        """Record that a gradient of `replica` is ready. Raises ScheduleError if its previous one still waits."""
         if replica in self._arrived or replica in self._here:
             raise ScheduleError(f"replica {replica} hands in a gradient, and waits already")
         self._arrived[replica] = None
@@ -116,7 +120,7 @@ class Updates:
         return self._catch_up([replica] if self._here else self.mode.delivering(self._arrived))
 
     def meets(self, replica: int) -> list[Event]:
-        """`replica` has come to where all meet. Raises ScheduleError where it is there, or has other parameters."""
+        """Record that `replica` is at a meeting. Raises ScheduleError if it already is, or has other parameters."""
         if replica in self._here or self._has[replica] != self.version:
             raise ScheduleError(
                 f"replica {replica} comes to a meeting at version {self.version} with version {self._has[replica]}: "
@@ -131,7 +135,7 @@ class Updates:
         return events
 
     def next_update(self) -> Update | None:
-        """The update that can be made now, which then has been; None where more must arrive first."""
+        """Make and return the next update; None if more replicas must arrive first."""
         if self._here or not self._begun:
             return None
         left_behind = [
@@ -173,6 +177,6 @@ class Updates:
         return events
 
     def _handovers(self, replicas: Sequence[int]) -> tuple[Handover, ...]:
-        """To those of them that lack the present version, from those that have it in turn."""
+        """Return transfers to those of `replicas` that lack the present version, from up-to-date replicas in turn."""
         late = [each for each in replicas if self._has[each] < self.version]
         return tuple(Handover(self._latest[place % len(self._latest)], each) for place, each in enumerate(late))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a stage: their two parts, their reduction over replicas, and their norm."""
+"""Gradients of a stage: input and weight gradients, their reduction over replicas, and their norm."""

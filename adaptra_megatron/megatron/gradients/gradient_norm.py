@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of the gradients of the whole model, before it is known and after."""
+"""The norm of the whole model's gradients, before and after it is known."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from adaptra_megatron.transport.gpu.training_device import current_stream
 
 
 class KnownNorm(float):
-    """A norm that all ranks of the model have alike."""
+    """A norm that is equal on all ranks of the model."""
 
 
 class PendingNorm:
-    """A norm that is being summed up over the job. float(), comparing and formatting wait for it, as far as the other
-    stages' gradients are away; that is no collective, so any rank may do it at any time."""
+    """A norm whose sum over the job is in progress. float(), comparisons and formatting wait for it.
+
+    The wait ends once the other stages' gradients are ready. It is not collective: any rank may wait at any time.
+    """
 
     def __init__(self, optimizer: Any) -> None:
-        """`optimizer`: Megatron's ChainedOptimizer, with gradients ready. Collective over its group of gradient
-        statistics: its other members take part here or in stock's get_grad_norm_fp32, whose steps these are."""
+        """Begin the sum. `optimizer`: Megatron's ChainedOptimizer, with gradients ready.
+
+        Collective over its group of gradient statistics. The other members take part by this or by stock's
+        get_grad_norm_fp32, whose steps these are.
+        """
         grads: list[torch.Tensor] = []
         for each in optimizer.chained_optimizers:
             grads += each.get_main_grads_for_grad_norm()
@@ -38,7 +43,7 @@ class PendingNorm:
 
     @property
     def value(self) -> float:
-        """Wait for the norm. Raises what torch.distributed does when a rank of the group fails or is late."""
+        """Wait for the norm and return it. Raises torch.distributed's error if a rank of the group fails or is late."""
         if self._value is None:
             # On a stream of its own: what computes on the present one need not be over.
             stream = None if current_stream() is None else torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace the start of Megatron's reductions of gradients, where sums around a straggler were asked for."""
+"""Replace the start of Megatron's gradient reductions by sums that work around a straggler
+(--adaptra-gradient-sync).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_s
 
 
 class _Token(NamedTuple):
-    """Entry of a member, of which the first one's names the group's place in the job's store."""
+    """Entry of one member; the first member's token names the group's part of the job's store."""
 
     token: str
 
@@ -37,9 +39,9 @@ class _Replicas:
         self._reduced: list[Any] = []
 
     def place(self, bucket_group: Any) -> int:
-        """Return how many bucket groups were reduced in this iteration before this one.
+        """Return the number of bucket groups that were reduced before this one in this iteration.
 
-        Each is reduced once in an iteration, in an order that the first iteration does not have yet.
+        Each is reduced once per iteration. The order is constant only from the second iteration on.
         """
         if any(each is bucket_group for each in self._reduced):
             self._reduced = []
@@ -48,27 +50,29 @@ class _Replicas:
 
 
 class GradientReduction:
-    """The groups of replicas that this process belongs to: of dense parameters, and of experts'."""
+    """Reductions over this process's groups of replicas: for dense parameters, and for experts'."""
 
     def __init__(self, mode: str, timeout_s: float | None) -> None:
-        """`mode`: see `ReplicaSums`. `timeout_s`: longest wait for a replica; None: that of the job's store."""
+        """`mode`: see `ReplicaSums`. `timeout_s`: longest wait for a replica; None: the timeout of the job's store."""
         self._mode, self._timeout_s = mode, timeout_s
         self._groups: dict[tuple[int, ...], _Replicas] = {}
         self._background = Background()
 
     @property
     def used(self) -> dict[str, int]:
-        """Return how many reductions of bucket groups each algorithm had a part in."""
+        """Return the number of bucket-group reductions in which each algorithm was used."""
         return dict(sum((each.sums.used for each in self._groups.values()), Counter[str]()))
 
     def start(self, stock: Callable[..., Any], bucket_group: Any, *given: Any, **keywords: Any) -> None:
-        """As Megatron's `_ParamAndGradBucketGroup.start_grad_sync` (param_and_grad_buffer.py), which is `stock`.
+        """Start a reduction in place of Megatron's `_ParamAndGradBucketGroup.start_grad_sync` (`stock`).
 
-        Gradients are checked and scaled as there. With --overlap-grad-reduce the sums are made behind the computation,
-        and the bucket group gets a handle; else they are made when this returns. With several instances of the
-        distributed optimizer it is the sums over instances that are made here, of the shards that Megatron has reduced
-        within each. Raises UnsupportedFeatureError for a single instance, whose gradients are not summed up as a whole,
-        PeerError when a replica fails.
+        Gradients are checked and scaled as there (param_and_grad_buffer.py). With --overlap-grad-reduce the sums run
+        behind the computation, and the bucket group gets a handle; else they are complete on return. With several
+        instances of the distributed optimizer, Megatron reduces within each instance, and this sums the shards over
+        instances.
+
+        Raises UnsupportedFeatureError with a single instance, whose gradients are reduced by shards; PeerError if a
+        replica fails.
         """
         settings = bucket_group.ddp_config
         sharded = settings.use_distributed_optimizer
@@ -100,8 +104,11 @@ class GradientReduction:
             task()
 
     def finish(self, stock: Callable[..., Any], bucket_group: Any, *given: Any, **keywords: Any) -> None:
-        """As Megatron's `finish_grad_sync`, which is `stock`. With several instances of the distributed optimizer that
-        waits for a stream on which there is nothing; as for one instance it waits for the handle."""
+        """Finish a reduction in place of Megatron's `finish_grad_sync` (`stock`).
+
+        With several optimizer instances stock would wait for a stream that has no work; so it waits for the handle, as
+        with one instance.
+        """
         with one_instance(bucket_group) if _has_instances(bucket_group) else contextlib.nullcontext():
             stock(bucket_group, *given, **keywords)
 
@@ -110,8 +117,9 @@ class GradientReduction:
         self._background.close()
 
     def _group(self, replicas: Any, device: torch.device) -> _Replicas:
-        """Return those of a process group. The first time collective over them; all come to their groups in the same
-        order."""
+        """Return the sums over a process group. The first call is collective over the group; all ranks call in the same
+        order.
+        """
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._groups:
             running = [name for name, each in ALGORITHMS.items() if each.supports(len(ranks))]
@@ -129,7 +137,7 @@ class GradientReduction:
 
 
 def _reduce(sums: ReplicaSums, values: Sequence[torch.Tensor], place: int, divisor: int, reduced: Any) -> None:
-    """`reduced`: handle of what makes `values`, if that is not done."""
+    """Sum `values` over replicas, once the operation `reduced` that computes them has ended (None: it has)."""
     if reduced is not None:
         reduced.wait()
     sums.sum_up(values, place)
@@ -139,19 +147,19 @@ def _reduce(sums: ReplicaSums, values: Sequence[torch.Tensor], place: int, divis
 
 
 def _has_instances(bucket_group: Any) -> bool:
-    """Return whether there are several instances of the distributed optimizer. The setting may be hidden."""
+    """Return whether the distributed optimizer has several instances, even while `one_instance` hides the setting."""
     return getattr(bucket_group, "inter_distributed_optimizer_instance_group", None) is not None
 
 
 def _summed_over(bucket_group: Any) -> Any:
-    """Process group whose members have gradients of their own for what is summed up here."""
+    """Return the group over which gradients, or shards of them, are summed here."""
     sharded = bucket_group.ddp_config.use_distributed_optimizer
     return bucket_group.inter_distributed_optimizer_instance_group if sharded else bucket_group.data_parallel_group
 
 
 @contextlib.contextmanager
 def one_instance(bucket_group: Any) -> Iterator[None]:
-    """Have Megatron reduce within an instance of the distributed optimizer as if there were no other."""
+    """Make Megatron reduce within one instance of the distributed optimizer, as if there were no other."""
     settings = bucket_group.ddp_config
     bucket_group.ddp_config = dataclasses.replace(settings, num_distributed_optimizer_instances=1)
     try:
@@ -161,7 +169,7 @@ def one_instance(bucket_group: Any) -> Iterator[None]:
 
 
 def _shards(bucket_group: Any) -> list[torch.Tensor]:
-    """This rank's shard of each bucket, where Megatron puts sums within its instance."""
+    """Return this rank's shard of each bucket, where Megatron writes the sums within its instance."""
     shards, own = bucket_group.cached_grad_buffer_shard_list, bucket_group.intra_distributed_optimizer_instance_rank
     for index, bucket in enumerate(bucket_group.buckets):
         if shards[index] is None:  # where it is set to reduce buckets as a whole
@@ -171,7 +179,7 @@ def _shards(bucket_group: Any) -> list[torch.Tensor]:
 
 
 def prepare_gradients(bucket_group: Any) -> None:
-    """Have what is summed up in the buckets, and scaled, as Megatron's `start_grad_sync`."""
+    """Copy gradients into the buckets and scale them, as Megatron's `start_grad_sync` does."""
     for bucket in bucket_group.buckets:
         # From 0.17 on gradients may be accumulated elsewhere, in another type; `finish_grad_sync` puts sums there.
         for parameter in getattr(bucket, "params_with_extra_main_grads", ()):
@@ -183,7 +191,9 @@ def prepare_gradients(bucket_group: Any) -> None:
 
 
 def check_gradients(bucket_group: Any) -> None:
-    """Check them as Megatron's `start_grad_sync` does where its settings say so. Raises what Megatron's check does."""
+    """Check gradients as Megatron's `start_grad_sync` does with these settings. Raises the error of Megatron's
+    check.
+    """
     settings = bucket_group.ddp_config
     if settings.check_for_nan_in_grad or settings.check_for_large_grads:
         bucket_group.check_grads(

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start data-parallel gradient reduction and parameter gathering, for any order of actions.
+"""Start data-parallel gradient reductions and parameter gathers, for any order of actions.
 
-Megatron's rule (schedules.py: enable_grad_sync, disable_grad_sync, param_sync_func) is kept: a chunk's reduction may
-start with, or right after, the action that completes its last gradient; never earlier. Reductions are collectives of
-the stage's data-parallel replicas, which may run their actions in different orders: so they start in one order of
-chunks, and a chunk that is complete before its turn waits for it. That is the plan's order where all replicas run one
-plan. Where each has its own, the last chunk comes first, as in stock's order; and a chunk's buckets all start once it
-is complete, for hooks would start them in an order that is the backward's in one replica and no other's.
+Megatron's rule (schedules.py: enable_grad_sync, disable_grad_sync, param_sync_func) is kept: the reduction of a chunk
+may start with, or right after, the action that completes its last gradient; never earlier.
+
+Reductions are collectives of the stage's replicas, which may run their actions in different orders. So reductions start
+in one order of chunks on all replicas, and a chunk that is complete before its turn waits. That is the plan's order if
+all replicas run one plan. If each has its own plan, the last chunk comes first, as in stock's order. All buckets of a
+chunk then start together once it is complete: hooks would start them in the order of the backward, which may differ
+between replicas.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ import torch
 
 
 class GradientSync:
-    """Gradient synchronisation of one iteration. Off from construction on, except where said."""
+    """Gradient synchronisation of one iteration. Disabled from construction on, except where methods say otherwise."""
 
     def __init__(
         self, config: Any, model_chunks: Sequence[torch.nn.Module], order: Sequence[int], *, by_hooks: bool = True
     ) -> None:
-        """`config`: Megatron's ModelParallelConfig; its no_sync_func, grad_sync_func may be one function or a list.
+        """`config`: Megatron's ModelParallelConfig; its no_sync_func and grad_sync_func may be one function or a list.
 
         `order`: chunks in the order in which their reductions start, on all replicas. `by_hooks`: whether a whole
-        backward that completes a chunk starts the reduction itself, bucket by bucket; only where a chunk's turn has
-        come whenever it is complete, and the backward that completes it is whole on all replicas or on none.
+        backward that completes a chunk starts the reduction itself, bucket by bucket. That requires that each chunk's
+        turn has come when it is complete, and that its last backward is whole on all replicas or on none.
         """
         self._model_chunks = model_chunks
         self._turns = deque(order)
@@ -42,7 +44,7 @@ class GradientSync:
         self.disable()
 
     def disable(self) -> None:
-        """No hook starts a reduction from here on."""
+        """Keep hooks from starting reductions."""
         if self._closed is not None:
             return
         self._closed = contextlib.ExitStack()
@@ -52,7 +54,7 @@ class GradientSync:
                 self._closed.enter_context(function())
 
     def enable(self) -> None:
-        """Hooks start reductions again."""
+        """Let hooks start reductions again."""
         if self._closed is not None:
             self._closed.close()
             self._closed = None
@@ -72,7 +74,7 @@ class GradientSync:
         self.disable()
 
     def finish(self) -> None:
-        """Call after the last action: whatever has not been started is, by finalize_model_grads at the latest."""
+        """Start all remaining reductions, in finalize_model_grads at the latest. Call it after the last action."""
         self.enable()
         for chunk in (*self._turns, *range(len(self._model_chunks))):
             if chunk not in self._synchronized:
@@ -92,16 +94,19 @@ class GradientSync:
 
 
 def _start_once(model: Any) -> None:
-    """Start the reductions of a chunk of one of several optimizer instances, which have no handle: by it stock knows
-    that a bucket group that hooks have never completed has been started, and starts such a group again in the end
-    (param_and_grad_buffer.py: finish_grad_sync), which reduces its gradients twice. So that one is left to the end."""
+    """Start the reductions of a chunk of one of several optimizer instances; skip bucket groups that hooks never
+    completed.
+
+    Such reductions have no handle, so stock cannot see that a group has started. If a skipped group were started here,
+    stock would start it again in the end (param_and_grad_buffer.py: finish_grad_sync), and reduce its gradients twice.
+    """
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         if not group.is_first_batch:
             group.start_grad_sync()
 
 
 class ParameterSync:
-    """Starts the parameter all-gather of a chunk before its first forward (interleaved schedule only, as in stock)."""
+    """Starts the parameter gather of a chunk before its first forward (interleaved schedule only, as in stock)."""
 
     def __init__(self, config: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._model_chunks = model_chunks
@@ -111,7 +116,7 @@ class ParameterSync:
         self._start_through(1)
 
     def before_forward(self, chunk: int) -> None:
-        """Call before each forward: gathers the next chunk's parameters while this one computes."""
+        """Gather the next chunk's parameters while this one computes. Call it before each forward."""
         self._start_through(chunk + 1)
 
     def _start_through(self, chunk: int) -> None:
@@ -121,11 +126,11 @@ class ParameterSync:
 
 
 def gather_parameters(model_chunks: Sequence[Any]) -> None:
-    """Have all parameters before the first action, where the first forwards would gather them
-    (distributed_data_parallel.py: _make_forward_pre_hook): such a forward waits for those of the other replicas. Where
-    micro-batches are routed these may come after a backward that waits for the first, or never.
+    """Gather all parameters before the first action. Collective over each stage's replicas.
 
-    Collective over each stage's replicas; does nothing for what has been gathered.
+    Otherwise the first forwards would gather them (distributed_data_parallel.py: _make_forward_pre_hook) and wait for
+    the forwards of other replicas. If micro-batches are routed, those may come after a backward that waits for this
+    forward, or never. Does nothing for gathered parameters.
     """
     for model in model_chunks:
         if getattr(model, "remove_forward_pre_hook_handles", None):

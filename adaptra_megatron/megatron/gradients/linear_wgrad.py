@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the backward of Megatron's native linear layers in input gradient (now) and weight gradient (later).
+"""Split the backward of Megatron's native linear layers into input gradient (now) and weight gradient (later).
 
-Source: `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron/core/tensor_parallel/layers.py. What is
-split: its weight gradients, fused accumulation included. What stays in the input gradient: embeddings, norms, biases
-and routers, whose gradients autograd accumulates on the way. The arithmetic and its order per parameter are stock's,
+Source: `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron/core/tensor_parallel/layers.py. Its
+weight gradient is delayed, fused accumulation included. The gradients of embeddings, norms, biases and routers, which
+autograd accumulates on the way, stay with the input gradient. The arithmetic and its order per parameter are stock's,
 so the accumulated gradients are bitwise the same. Transformer Engine's layers: te_wgrad.py.
 
 Communication of tensor parallelism, which stock hides behind the products of one layer:
 
-- Inputs that sequence parallelism scatters are gathered in W, each while the product of the layer before it runs. As in
-  stock, a collective is launched before the product that hides it: with CUDA_DEVICE_MAX_CONNECTIONS=1 it would else
-  begin when that has ended.
-- The sum of an input gradient over the ranks (all-reduce, reduce-scatter) has nothing to hide behind in I. Its result
-  is what autograd's next node reads; and where there is something else to compute in between, because several layers
-  read one input, autograd adds their gradients before any hook could wait for the sum. A weight gradient that is due
-  could hide it only by coming at another time than the plan's: one planned before I fills the wait for I's message,
-  one planned behind it would delay the message that I sends. An I with its own weight gradient behind the sum is a
-  whole backward, an action of its own (B).
+- Inputs that sequence parallelism scatters are gathered in W, each while the product of the previous layer runs. As in
+  stock, a collective is launched before the product that hides it: with CUDA_DEVICE_MAX_CONNECTIONS=1 it would
+  otherwise begin when that product has ended.
+- The sum of an input gradient over the ranks (all-reduce, reduce-scatter) has nothing to hide behind in I, since
+  autograd's next node reads its result. If several layers read one input, autograd adds up their gradients before any
+  hook could wait for the sum. A weight gradient that is due could hide it only by running at another time than planned:
+  one planned before I fills the wait for I's message, one planned after I would delay the message that I sends. An I
+  with its own weight gradient behind the sum is a whole backward, an action of its own (B).
 """
 
 from __future__ import annotations
@@ -44,18 +43,20 @@ Gradients = list[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 class DelayedGradient(Protocol):
-    """The gradients of one layer's parameters from one use of the layer in one micro-batch."""
+    """Gradients of one layer's parameters from one use of the layer in one micro-batch."""
 
     @property
     def owner(self) -> object:
-        """Equal for all uses of the same parameters."""
+        """Return an object that is equal for all uses of the same parameters."""
 
     @property
     def graph_task(self) -> int:
-        """Number of the pass of autograd that left it: see `current_graph_task`."""
+        """Number of the autograd pass that left the gradient: see `current_graph_task`."""
 
     def compute(self) -> Gradients:
-        """Compute them, once; what is returned is still to be accumulated: nothing where a kernel has done so."""
+        """Compute and return the gradients that are still to be accumulated: none if a kernel has accumulated them.
+        Call once.
+        """
 
 
 _Use = tuple[int, object]
@@ -63,7 +64,7 @@ _Use = tuple[int, object]
 
 
 def current_graph_task() -> int:
-    """Return the number of the pass of autograd that runs in this thread; a checkpointed span has a pass of its own.
+    """Return the number of the autograd pass that runs in this thread; a checkpointed span has a pass of its own.
 
     Autograd adds up the gradients of a parameter within a pass before it accumulates them.
     """
@@ -72,7 +73,7 @@ def current_graph_task() -> int:
 
 @dataclass(eq=False)
 class LinearWeightGradient:
-    """The weight gradient of one native linear layer for one micro-batch, not computed yet."""
+    """The delayed weight gradient of one native linear layer for one micro-batch."""
 
     layers: ModuleType
     """megatron.core.tensor_parallel.layers, with its kernels and buffers."""
@@ -83,9 +84,9 @@ class LinearWeightGradient:
     grad_output: torch.Tensor
     """[sequence, batch, output features]."""
     fused_main_grad: torch.Tensor | None
-    """Where gradient accumulation fusion adds to; None without fusion."""
+    """Tensor that gradient accumulation fusion adds to; None without fusion."""
     gather_group: dist.ProcessGroup | None
-    """Tensor-parallel group the input is scattered over; None without sequence parallelism."""
+    """Tensor-parallel group over which the input is scattered; None without sequence parallelism."""
     graph_task: int = field(default_factory=current_graph_task)
     _gathered: tuple[torch.Tensor, dist.Work] | None = field(default=None, init=False)
 
@@ -94,7 +95,7 @@ class LinearWeightGradient:
         return self.weight
 
     def gather(self, buffer: str) -> None:
-        """Begin to gather the input from `gather_group`, collectively over it, into one of GATHER_BUFFERS."""
+        """Begin to gather the input into one of GATHER_BUFFERS. Collective over `gather_group`."""
         assert self.gather_group is not None
         size = [self.input.size(0) * self.gather_group.size(), *self.input.size()[1:]]
         total_input = self.layers.get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
@@ -102,7 +103,7 @@ class LinearWeightGradient:
         self._gathered = total_input, work
 
     def compute(self) -> Gradients:
-        """See DelayedGradient; with a `gather_group`, after `gather`."""
+        """See DelayedGradient. With a `gather_group`, call `gather` before."""
         layers, total_input = self.layers, self.input
         if self.gather_group is not None:
             assert self._gathered is not None, "the input has not been asked for"
@@ -121,8 +122,8 @@ class LinearWeightGradient:
 class WeightGradientQueue:
     """Collects the weight gradients that a split backward leaves, and computes them later.
 
-    One per process. Not a thread-local: on GPU, autograd runs backward functions on a thread of its own, while the
-    thread that runs the pipeline waits for it.
+    One per process. It is not thread-local: on GPUs, autograd runs backward functions on a thread of its own, while the
+    pipeline's thread waits.
     """
 
     def __init__(self, layers: ModuleType) -> None:
@@ -146,7 +147,7 @@ class WeightGradientQueue:
         return self._collected is not None
 
     def leave_whole(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        """Have weights of embeddings computed as stock does wherever a linear layer uses them, too.
+        """Compute weight gradients of embeddings as stock does, also where a linear layer uses the same weight.
 
         With multi-token prediction a chunk looks up tied embeddings and projects with them. Autograd adds up both
         gradients, and the embedding's is not delayed.
@@ -158,7 +159,9 @@ class WeightGradientQueue:
 
     @contextmanager
     def collect(self) -> Iterator[list[DelayedGradient]]:
-        """While open, split linears append to the list that is yielded instead of computing weight gradients."""
+        """Yield a list to which split layers append their weight gradients within this context, instead of computing
+        them.
+        """
         assert self._collected is None, "input gradients do not nest"
         collected: list[DelayedGradient] = []
         self._collected = collected
@@ -178,16 +181,16 @@ class WeightGradientQueue:
             self._stand_ins.clear()
 
     def add(self, gradient: DelayedGradient) -> None:
-        """Leave `gradient` for later; only in a split backward."""
+        """Delay `gradient`; only in a split backward."""
         assert self._collected is not None, "a gradient was left outside of a split backward"
         self._collected.append(gradient)
         self._uses.add((gradient.graph_task, gradient.owner))
         self._streams.add(current_stream())
 
     def expect_none(self, parameter: torch.nn.Parameter) -> None:
-        """Prepare DistributedDataParallel's hook for autograd having no gradient for `parameter` this time.
+        """Prepare DistributedDataParallel's hook for a backward in which autograd has no gradient for `parameter`.
 
-        The hook runs all the same, and with overlapped reduction asserts that a gradient is there: it finds zeros that
+        The hook runs all the same, and with overlapped reduction asserts that there is a gradient. It gets zeros that
         take no memory, and drops them.
         """
         if not hasattr(parameter, "grad_added_to_main_grad"):
@@ -198,9 +201,9 @@ class WeightGradientQueue:
         self._stand_ins.append((parameter, parameter.grad))
 
     def compute(self, gradients: list[DelayedGradient]) -> None:
-        """Compute in the order in which autograd left them, and release the tensors they held.
+        """Compute the gradients in the order in which autograd left them, and release their tensors.
 
-        With sequence parallelism, collective over the tensor-parallel group, in the same order on all of its ranks.
+        With sequence parallelism, collective over the tensor-parallel group: all of its ranks need the same order.
         """
         uses = Counter((gradient.graph_task, gradient.owner) for gradient in gradients)
         sums: dict[_Use, dict[torch.nn.Parameter, torch.Tensor]] = {}
@@ -221,7 +224,7 @@ class WeightGradientQueue:
         gradients.clear()
 
     def wrap(self, stock: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement of an autograd function's `stock` backward: stock's while nothing is collected."""
+        """Wrap the `stock` backward of an autograd function: it stays stock's while nothing is collected."""
         results = len(inspect.signature(forward).parameters) - 1
 
         def split(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -240,7 +243,7 @@ class WeightGradientQueue:
     def _input_gradient(
         self, ctx: Any, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of input, weight (a stand-in) and bias; queues the real weight gradient."""
+        """Return the gradients of input, weight (a stand-in) and bias, and queue the real weight gradient."""
         layer_input, weight = ctx.saved_tensors
         grad_output = gradient_to_use(ctx, grad_output)
         grad_input = grad_output.matmul(weight)
@@ -280,10 +283,10 @@ class WeightGradientQueue:
         )
 
     def _stand_in(self, weight: torch.nn.Parameter, dtype: torch.dtype, *, fused: bool) -> torch.Tensor | None:
-        """A gradient that DistributedDataParallel's hook sees and drops; None where there is no such hook.
+        """Return a weight gradient that DistributedDataParallel's hook sees and drops; None if there is no such hook.
 
-        The hook must run (with overlapped reduction it asserts that a gradient is there), hence the trick that stock
-        itself uses for fused accumulation.
+        The hook must run (with overlapped reduction it asserts that there is a gradient). Stock uses the same trick for
+        fused accumulation.
         """
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
@@ -301,10 +304,10 @@ class WeightGradientQueue:
 
 
 def _gathering_ahead(gradients: Sequence[DelayedGradient]) -> Iterator[DelayedGradient]:
-    """The `gradients` of one W, each with its own scattered input and the next one's being gathered.
+    """Iterate over the `gradients` of one W, gathering the next scattered input while the current one is used.
 
-    So two at most are being gathered or used, one per buffer. That a buffer is free again needs no wait: collectives
-    begin when everything has ended that was launched before them.
+    So at most two inputs are gathered or in use, one per buffer. A buffer's reuse needs no wait: a collective begins
+    only after all work that was launched before it.
     """
     scattered = [g for g in gradients if isinstance(g, LinearWeightGradient) and g.gather_group is not None]
     used = begun = 0
@@ -317,7 +320,7 @@ def _gathering_ahead(gradients: Sequence[DelayedGradient]) -> Iterator[DelayedGr
 
 
 def _fused_kernel(main_dtype: torch.dtype) -> str:
-    """Name of apex's kernel for gradients of `main_dtype`; stock's choice."""
+    """Return the name of apex's kernel for gradients of `main_dtype`, as stock chooses it."""
     if main_dtype == torch.float32:
         return "wgrad_gemm_accum_fp32"
     if main_dtype in (torch.float16, torch.bfloat16):
@@ -329,7 +332,7 @@ def _fused_kernel(main_dtype: torch.dtype) -> str:
 
 
 def _accumulate(parameter: Any, gradient: torch.Tensor) -> None:
-    """Add `gradient` to where those of other micro-batches are."""
+    """Add `gradient` to the parameter's accumulated gradient."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad.add_(gradient)  # what DistributedDataParallel's backward hook does with param.grad
     elif parameter.grad is None:

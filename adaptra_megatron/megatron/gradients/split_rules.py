@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the linear layers whose backward is split: one table, for the layers that a job has and for those that its
-settings promise. Imports neither torch nor Megatron."""
+"""Decide which linear layers have their backward split, by one table.
+
+It applies to the layers of a job and to those that its settings promise. Imports neither torch nor Megatron.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +20,37 @@ NATIVE = "native"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """Facts that decide whether the backward of a layer is split. The defaults are those of a layer that is."""
+    """Facts that decide whether the backward of a layer is split. The defaults describe a layer that is split."""
 
     kind: str
-    """Class of Transformer Engine, or NATIVE: Megatron's own."""
+    """Class of Transformer Engine, or NATIVE for Megatron's own layers."""
     version: Version | None = None
-    """Of Transformer Engine; None: one that does it all."""
+    """Version of Transformer Engine; None: one that supports everything."""
     frozen: bool = False
-    """Its weight is not trained."""
+    """True if its weight is not trained."""
     delays: bool = True
-    """Transformer Engine has delayed weight gradients for its class."""
+    """True if Transformer Engine has delayed weight gradients for its class."""
     built_delayed: bool = False
     reduces_within_weight_gradient: bool = False
     in_userbuffers: bool = False
-    """What its weight gradient is made of is gathered into a buffer that other layers use, too."""
+    """True if the inputs of its weight gradient are gathered into a buffer that other layers share."""
     quantized: bool = False
     offloaded: bool = False
     fused: bool = True
-    """A kernel adds its weight gradient to the main gradient."""
+    """True if a kernel adds its weight gradient to the main gradient."""
     parts: bool = False
-    """Its weight is several parameters."""
+    """True if its weight consists of several parameters."""
     sharded: bool = False
-    """Its weight is gathered for each use."""
+    """True if its weight is gathered for each use."""
     one_of_experts: bool = False
-    """All experts' weights are one parameter."""
+    """True if all experts' weights are one parameter."""
     bias: bool = False
     bias_elsewhere: bool = False
-    """Its bias is added by another operation."""
+    """True if another operation adds its bias."""
     deferred: bool = False
-    """Megatron computes its weight gradients in its own queue (--defer-embedding-wgrad-compute)."""
+    """True if Megatron computes its weight gradients in its own queue (--defer-embedding-wgrad-compute)."""
     looked_up: bool = False
-    """Its weight is an embedding's, too, in the same chunk."""
+    """True if its weight is also an embedding's in the same chunk."""
 
     @property
     def grouped(self) -> bool:
@@ -134,7 +136,7 @@ RULES = (
 
 
 def rule_for(facts: LayerFacts) -> SplitRule | None:
-    """The first rule by which the layer's backward runs whole; None where it is split."""
+    """Return the first rule that keeps the layer's backward whole; None if it is split."""
     return next((rule for rule in RULES if rule.applies(facts)), None)
 
 
@@ -143,12 +145,14 @@ class Expected(NamedTuple):
 
     name: str
     number: int
-    """In the whole model; in each layer where the number of layers is not known."""
+    """Number of such layers in the whole model; per layer if the number of layers is unknown."""
     facts: LayerFacts
 
 
 def expected_layers(settings: Any) -> list[Expected]:
-    """The linear layers of a GPT by its settings; what they do not say is as by Megatron-LM's command line."""
+    """Return the linear layers of a GPT with these settings. Missing settings default as on Megatron-LM's
+    command line.
+    """
 
     def setting(name: str, default: Any = None) -> Any:
         value = getattr(settings, name, None)
@@ -217,7 +221,7 @@ def _output(setting: _Setting) -> LayerFacts:
 
 
 def _common(setting: _Setting, *, bias: bool | None = None, elsewhere: bool = False) -> dict[str, Any]:
-    """Facts of all layers of Transformer Engine alike. `elsewhere`: Megatron adds their biases itself."""
+    """Return the facts that all layers of Transformer Engine share. `elsewhere`: Megatron adds their biases itself."""
     has_bias = bool(setting("add_bias_linear", True)) if bias is None else bias
     return {
         "quantized": bool(setting("fp8") or setting("fp4")),
@@ -229,7 +233,7 @@ def _common(setting: _Setting, *, bias: bool | None = None, elsewhere: bool = Fa
 
 
 def _parallel(setting: _Setting) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what --tp-comm-overlap does to column-parallel and to row-parallel layers."""
+    """Return the facts by which --tp-comm-overlap changes column-parallel and row-parallel layers."""
     if not setting("tp_comm_overlap", False) or int(setting("tensor_model_parallel_size", 1)) < 2:
         return {}, {}
     scattered = bool(setting("tp_comm_overlap_rs_dgrad", False))

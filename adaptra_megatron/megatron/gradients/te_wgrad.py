@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the backward of Transformer Engine's linear layers by their own delayed weight gradients.
+"""Split the backward of Transformer Engine's linear layers by their own delayed weight gradients.
 
 Source: transformer_engine/pytorch/module, releases 2.3 to 2.18. A layer asks its `wgrad_store` in each backward whether
-the weight gradient is delayed, puts it there if so, and computes it in `backward_dw()`. Megatron turns this on when
-layers are built (`delay_wgrad_compute`), for every backward alike and together with combined 1F1B alone. Here the
-store of each layer is exchanged for one that delays exactly while a split backward runs, so whole and split backwards
-mix, and models may be built before --adaptra is in force.
+the weight gradient is delayed, puts it there if so, and computes it in `backward_dw()`. Megatron sets this when layers
+are created (`delay_wgrad_compute`), for every backward alike and only together with combined 1F1B. Here the store of
+each layer is replaced by one that delays only while a split backward runs. So whole and split backwards mix, and models
+may be created before --adaptra takes effect.
 
-Nothing here imports Transformer Engine: layers of it exist only where another import has made them.
+Nothing here imports Transformer Engine: its layers exist only if another import has created them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class EngineWeightGradient:
 
 
 class CollectingStore:
-    """Stands for the `wgrad_store` of one layer; has what layers use of Transformer Engine's WeightGradStore."""
+    """Replacement of one layer's `wgrad_store`, with the methods of Transformer Engine's WeightGradStore that layers
+    use.
+    """
 
     def __init__(self, layer: Any, base: Any, queue: WeightGradientQueue) -> None:
-        """`base`: the class of Transformer Engine that `layer` is of."""
+        """`base`: Transformer Engine's class of `layer`."""
         self.replaced = layer.wgrad_store
         self._layer = layer
         self._base = base
@@ -68,22 +70,23 @@ class CollectingStore:
 
     @property
     def context(self) -> Any:
-        """Return what waits for `backward_dw`: something only in the midst of `compute`."""
+        """Return the gradients that wait for `backward_dw`: only set within `compute`."""
         return self._own.context
 
     def delay_wgrad_compute(self) -> bool:
-        """Return whether weight gradients of the backward that runs now are delayed.
+        """Return whether weight gradients of the present backward are delayed.
 
-        Forwards, which record gradients as backwards do not, always get True: newer releases hand the store
-        to the backward only then.
+        It is always True in forwards, which do not record gradients as backwards do: newer releases pass the store to
+        the backward only then.
         """
         return self._computes or self._queue.collects or torch.is_grad_enabled()
 
     def put(self, tensor_list: list[Any], func: Callable[..., Any]) -> None:
-        """Called by the layer's backward instead of computing `func(*tensor_list)`, which are the gathered input and
-        the gathered gradient of the output.
+        """Queue `func(*tensor_list)`, which computes the weight gradient. Called by the layer's backward instead of
+        computing it.
 
-        With --tp-comm-overlap one of them may be in a buffer that the next layer gathers into: it is copied.
+        The tensors are the gathered input and the gathered gradient of the output. With --tp-comm-overlap one of them
+        may be in a buffer that the next layer gathers into: it is copied.
         """
         for index, switch in enumerate(_IN_USERBUFFERS):
             if getattr(self._layer, switch, False):
@@ -95,11 +98,13 @@ class CollectingStore:
                 self._queue.expect_none(parameter)
 
     def pop(self) -> Any:
-        """Called by the layer's `backward_dw`."""
+        """Run the queued computation. Called by the layer's `backward_dw`."""
         return self._own.pop()
 
     def compute(self, tensor_list: list[Any], func: Callable[..., Any]) -> Gradients:
-        """One `backward_dw` of the layer: the gradients that it leaves to a hook of DistributedDataParallel."""
+        """Run one `backward_dw` of the layer; return the gradients that it leaves to a hook of
+        DistributedDataParallel.
+        """
         before = [(parameter, parameter.grad) for _name, parameter in self._parameters()]
         for parameter, _gradient in before:
             parameter.grad = None  # releases differ in whether one that is there is kept or overwritten
@@ -124,14 +129,14 @@ class CollectingStore:
 
 
 class EngineLayers:
-    """The layers of Transformer Engine in this process whose store was exchanged."""
+    """Layers of Transformer Engine in this process whose store was replaced."""
 
     def __init__(self, queue: WeightGradientQueue) -> None:
         self._queue = queue
         self._layers: list[Any] = []
 
     def split(self, model_chunks: Sequence[torch.nn.Module], config: Any) -> None:
-        """Have all layers that can be take part in split backwards; one log line says which are, and which are not.
+        """Make the backwards of all eligible layers splittable; one log line lists the split and the whole ones.
 
         `config`: Megatron's TransformerConfig. Layers that are split already stay so.
         """
@@ -155,20 +160,24 @@ class EngineLayers:
             logger.log(level, text, _listed(split), _listed(whole))
 
     def restore(self) -> None:
-        """Give every layer its own store back."""
+        """Restore the original store of every layer."""
         for layer in self._layers:
             layer.wgrad_store = layer.wgrad_store.replaced
         self._layers.clear()
 
 
 def why_whole(layer: Any, base: Any, config: Any) -> str | None:
-    """Return why the backward of `layer`, of class `base` of Transformer Engine, is not split; None where it is."""
+    """Return why the backward of `layer` is not split; None if it is. `base`: Transformer Engine's class of
+    the layer.
+    """
     rule = rule_for(facts_of(layer, base, config))
     return None if rule is None else rule.reason
 
 
 def facts_of(layer: Any, base: Any, config: Any) -> LayerFacts:
-    """Return what decides whether the backward of `layer`, of class `base` of Transformer Engine, is split."""
+    """Return the facts that decide whether the backward of `layer` is split. `base`: Transformer Engine's class of the
+    layer.
+    """
     if base.__name__ not in SPLIT:
         return LayerFacts(kind=base.__name__)
     if getattr(layer, "wgrad_store", None) is None or not hasattr(base, "backward_dw"):
@@ -194,7 +203,7 @@ def facts_of(layer: Any, base: Any, config: Any) -> LayerFacts:
 
 
 def _class_of_engine(layer: Any) -> Any:
-    """The class of Transformer Engine that `layer` derives from, if that has weights to compute gradients of."""
+    """Return Transformer Engine's class that `layer` derives from, if that has weight gradients; else None."""
     if _PACKAGE not in sys.modules or not any(p.dim() > 1 for p in layer.parameters(recurse=False)):
         return None
     for base in type(layer).__mro__:

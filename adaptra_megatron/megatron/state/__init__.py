@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what an iteration or a step changes, to repeat it, take it back or hand it over."""
+"""Save the state that an iteration or a step changes, to repeat it, undo it or send it to another rank."""

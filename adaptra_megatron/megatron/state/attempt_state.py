@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what an attempt at a training iteration changes beside gradients, and restore it before the next attempt.
+"""Save the state that an attempt at a training iteration changes besides gradients, and restore it before the next.
 
-Forwards and finalize_model_grads of megatron-core 0.14 to 0.20 change, beside gradients:
+Forwards and finalize_model_grads of megatron-core 0.14 to 0.20 change, besides gradients:
 
 1. buffers of the model: routers count their tokens (`local_tokens_per_expert`), finalize_model_grads moves their biases
-   by these counts (`expert_bias`) and sets the counts to 0, and the global auxiliary loss has sums of its own
+   by these counts (`expert_bias`) and zeroes the counts, and the global auxiliary loss has sums of its own
    (transformer/moe/router.py, distributed/finalize_model_grads.py);
-2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, which all micro-batches add to.
+2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, to which all micro-batches add.
 
-Random numbers follow from what is computed (`MicroBatchRandom`), and FP8 recipes other than delayed scaling keep
-nothing between two products. Buffers are few and small: copying them is a launch or two per iteration, and nothing
-where there are none.
+Random numbers follow from the micro-batch (`MicroBatchRandom`), and FP8 recipes other than delayed scaling keep no
+state between two products. Buffers are few and small: copying them is a launch or two per iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from adaptra_megatron.megatron.compat import logged_sums
 
 
 class AttemptState:
-    """What the first attempt at an iteration began with, on one rank, for the life of the job."""
+    """State at the beginning of the first attempt at an iteration, on one rank, for the life of the job."""
 
     def __init__(self, model_chunks: Sequence[Any]) -> None:
         """`model_chunks`: as Megatron's schedules get them."""
@@ -40,7 +39,7 @@ class AttemptState:
         self._sums: dict[tuple[str, ...], torch.Tensor] = {}
 
     def keep(self) -> None:
-        """Keep the state as it is. On the current stream, in front of what changes it."""
+        """Save the present state, on the current stream, before the work that changes it."""
         buffers = self._all_buffers()
         if any(kept.dtype != buffer.dtype for kept, buffer in zip(self._buffers, buffers, strict=False)):
             self._buffers = []
@@ -51,7 +50,7 @@ class AttemptState:
         self._sums = {name: each.clone() for name, each in logged_sums().items()}
 
     def restore(self) -> None:
-        """Put back what was kept. On the current stream, behind the last operation of the attempt before."""
+        """Restore the saved state, on the current stream, after the last operation of the previous attempt."""
         for buffer, kept in zip(self._all_buffers(), self._buffers, strict=True):
             buffer.copy_(kept)
         for name, value in logged_sums().items():

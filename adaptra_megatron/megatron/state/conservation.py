@@ -2,18 +2,18 @@
 """Check that the gradients of an iteration hold each micro-batch of each replica exactly once.
 
 Every gradient bucket has a count, an int32. Each backward that completes weight gradients of a chunk adds 1 to the
-counts of its buckets, before a hook can start their reduction. A count is set to 0 with its buffer, and wherever its
-bucket is reduced, it is reduced with it (`FaultTolerantGroup`): over the same ranks, behind it in the same queue or
-stream, and its sum is put in place together with the bucket's. So after the reduction each rank has the number of
-micro-batches in each of its buckets: replicas x micro-batches, also where the micro-batches of dead cells were
-computed by live ones. A micro-batch that is missing or counted twice, a bucket that was not zeroed, not reduced or
-reduced twice, and a reduction of an earlier attempt that arrives late, all show as another number.
+counts of its buckets, before a hook can start their reduction. A count is zeroed with its buffer, and reduced wherever
+its bucket is reduced (`FaultTolerantGroup`): over the same ranks, behind it in the same queue or stream, and written
+together with the bucket's sum. So after the reduction each rank has the number of micro-batches in each of its buckets:
+replicas x micro-batches, also if live cells computed the micro-batches of dead ones. A missing or doubled micro-batch,
+a bucket that was not zeroed, not reduced or reduced twice, and a late reduction of an earlier attempt all give another
+number.
 
-The count is next to the bucket, not in its padding. A bucket has padding only with the distributed optimizer, and none
-there either where its size is a multiple of the replicas and of 128, which is the rule in large models. Padding would
-have to be made, and the size of a bucket decides over shards, the formats of checkpoints, and the order in which a
-library adds up three addends or more: the numbers would not be stock's any more. Beside the bucket a count is exact in
-any dtype of gradients, and scaling, gradient norms and checks for NaN have what they have in stock.
+The count is next to the bucket, not in its padding. A bucket has padding only with the distributed optimizer, and even
+then none if its size is a multiple of the replicas and of 128, as in most large models. Added padding would change the
+bucket's size, and with it shards, checkpoint formats, and the order in which a library adds three or more addends: the
+numbers would not be stock's any more. Next to the bucket a count is exact whatever the gradients' dtype, and scaling,
+gradient norms and checks for NaN see the same buffers as in stock.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class MiscountedGradientsError(UnsoundAttemptError):
     """Reduced gradients do not hold each micro-batch once: the attempt must not be committed."""
 
     def __init__(self, stage: int, chunk: int, bucket: int, expected: int, found: int) -> None:
-        """`bucket`: its place among those of the chunk, experts' last."""
+        """`bucket`: index among the chunk's buckets, experts' last."""
         self.stage, self.chunk, self.bucket, self.expected, self.found = stage, chunk, bucket, expected, found
         super().__init__(self.describe())
 
     def describe(self) -> str:
-        """Return what is wrong, in one sentence."""
+        """Return the difference, in one sentence."""
         return (
             f"stage {self.stage}, chunk {self.chunk}, bucket {self.bucket}: gradients hold {self.found} of "
             f"{self.expected} micro-batches (replicas x micro-batches), so they are not those of the global batch"
@@ -46,46 +46,47 @@ class MiscountedGradientsError(UnsoundAttemptError):
 
 
 class Conserved(NamedTuple):
-    """Counts that `Conservation.verify` has found right, which ranks compare with each other."""
+    """Verified counts of one rank, which ranks compare with each other."""
 
     buckets: int
-    """How many were checked."""
+    """Number of checked buckets."""
     tokens: int | None = None
-    """Where losses are per token: those of the micro-batches that this rank had the losses of; 0 but on the last stage.
-    The sum over the replicas of one lane is the divisor."""
+    """With a loss per token: tokens of the micro-batches whose loss this rank computed; 0 except on the last stage. The
+    sum over the replicas of one lane is the divisor.
+    """
     divisor: int | None = None
-    """Where losses are per token: the number that this rank divided its gradients by."""
+    """With a loss per token: the number by which this rank divided its gradients."""
 
 
 class _Counted(NamedTuple):
     counts: torch.Tensor
     addends: tuple[int, ...]
-    """Number of ranks that each bucket is summed over."""
+    """Number of ranks over which each bucket is summed."""
 
 
 class Conservation:
-    """Of one process, for the life of the job. Only where `FaultTolerantGroup` carries reductions."""
+    """Counts of one process, for the life of the job. Only if `FaultTolerantGroup` carries reductions."""
 
     def __init__(self) -> None:
         self._chunks: dict[torch.nn.Module, _Counted] = {}
 
     def begin(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        """Have counts for buckets of `model_chunks`; does nothing for those that have them."""
+        """Create counts for the buckets of `model_chunks` that have none."""
         for chunk in model_chunks:
             if chunk not in self._chunks:
                 self._chunks[chunk] = _counted(chunk)
 
     def count(self, chunk: torch.nn.Module) -> None:
-        """A micro-batch adds its last gradients to `chunk` from here on."""
+        """Count one micro-batch, whose last gradients for `chunk` are computed next."""
         self._chunks[chunk].counts.add_(1)
 
     def verify(
         self, call: PipelineCall, tokens: torch.Tensor | None = None, divisor: torch.Tensor | None = None
     ) -> Conserved:
-        """Return `Conserved` for reduced gradients of `call`. To be called before the optimizer steps, and once the
-        device has done what was launched: it reads from there, which nothing can interrupt.
+        """Return `Conserved` for the reduced gradients of `call`. Call it before the optimizer steps.
 
-        `tokens`, `divisor`: see `Conserved`. Raises MiscountedGradientsError.
+        The device must have finished, since this reads from it and cannot be interrupted. `tokens`, `divisor`: see
+        `Conserved`. Raises MiscountedGradientsError.
         """
         counted = [self._chunks[chunk] for chunk in call.model_chunks]
         read = iter(torch.cat([each.counts for each in counted]).tolist())
@@ -132,23 +133,24 @@ def _counted(chunk: Any) -> _Counted:
 # Digests of parameters.
 
 _WORDS = 1 << 18
-"""Words of 32 bits that are looked at together: 1 MiB, of which arithmetic makes several times as much."""
+"""Number of 32-bit words in a block: 1 MiB, of which the arithmetic needs several times as much."""
 _TABLES = 2
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def digest_of(model_chunks: Sequence[Any], iterations: int, scheduler_steps: int) -> bytes:
-    """Return 32 bytes that are equal on two ranks if and only if all parameters of `model_chunks` are equal to the
-    bit, with their order, shapes and types, and so are `iterations` and `scheduler_steps`.
+    """Return 32 bytes that are equal on two ranks if, and almost certainly only if, their parameters are equal to the
+    bit.
 
-    To be called once parameters have been gathered and the device is done: it reads from there. Of each MiB 16 bytes
-    come to the host. Integer arithmetic modulo 2^64 gives the same on all devices, in whatever order it is added up.
+    The digest also covers the order, shapes and types of all parameters of `model_chunks`, `iterations` and
+    `scheduler_steps`. Parameters must have been gathered and the device have finished: this reads from it. 16 bytes of
+    each MiB come to the host. Integer arithmetic modulo 2^64 gives the same on all devices, in any order of addition.
 
-    Of each block of words x the device makes two sums of a_i * x_i, with fixed tables of odd a. One word that differs
-    always changes both, for an odd number has an inverse modulo 2^64. Several words that differ leave one sum as it is
+    For each block of words x the device computes two sums of a_i * x_i, with fixed tables of odd a. One differing word
+    always changes both, as an odd number has an inverse modulo 2^64. Several differing words leave one sum unchanged
     for at most one of 2^32 tables (their differences have 32 bits, so at least 32 bits of a decide), and both for one
-    of 2^64. The tables are as good as drawn at random for errors, which do not know them; it is no defence against
-    somebody who looks for two models with one digest. What is made of blocks, sizes and counters is hashed by blake2b.
+    of 2^64. For errors, which do not know the tables, these are as good as random; against somebody who constructs two
+    models with one digest they are no defence. The sums of blocks, the sizes and counters are hashed by blake2b.
     """
     total = hashlib.blake2b(f"{iterations}/{scheduler_steps}".encode(), digest_size=32)
     blocks: dict[torch.device, _BlockSums] = {}
@@ -165,14 +167,14 @@ def digest_of(model_chunks: Sequence[Any], iterations: int, scheduler_steps: int
 
 
 class _BlockSums:
-    """On one device, whose memory is allocated once."""
+    """Sums of blocks on one device, whose memory is allocated once."""
 
     def __init__(self, device: torch.device) -> None:
         self._tables = _tables(device)
         self._words, self._products = (torch.empty(_WORDS, dtype=torch.int64, device=device) for _ in range(2))
 
     def of(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Sums of each of its blocks, which are scalars."""
+        """Return the sums of each block of a tensor, as scalars."""
         flat = tensor.contiguous().reshape(-1)
         per_block = 4 * _WORDS // flat.element_size()
         for first in range(0, flat.numel(), per_block):
@@ -188,7 +190,7 @@ class _BlockSums:
 
 
 def _tables(device: torch.device) -> torch.Tensor:
-    """Odd numbers of 64 bits, by splitmix64 of their places. [tables, words]"""
+    """Return odd 64-bit numbers [tables, words], by splitmix64 of their positions."""
     mask = (1 << 64) - 1
     place = torch.arange(1, _TABLES * _WORDS + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):

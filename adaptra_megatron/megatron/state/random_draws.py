@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know what Megatron draws random numbers for inside of F and B, and where another order of actions draws other
-numbers.
+"""List what Megatron draws random numbers for inside F and B, and when another order of actions draws other numbers.
 
-All chunks of a rank share their random streams (torch's default generator, the states of Megatron's
-CudaRNGStatesTracker, RandomSTE's generator before 0.16), and the state in front of an action is what the draws of all
-actions before it have left. F, B and W of one chunk each keep stock's order, so numbers differ only where several
-chunks draw, or where F and B both draw.
+All chunks of a rank share their random streams: torch's default generator, the states of Megatron's
+CudaRNGStatesTracker, RandomSTE's generator before 0.16. The state before an action depends on the draws of all actions
+before it. F, B and W of one chunk each keep stock's order. So numbers differ only if several chunks draw, or if F and B
+both draw.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NO_STOCHASTIC_ROUNDING = "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"
 
 @dataclass(frozen=True)
 class Draw:
-    """One reason to draw: the flag that turns it on, and how Megatron's configuration shows that it is."""
+    """One reason to draw: the flag that turns it on, and the test of Megatron's configuration."""
 
     flag: str
     is_on: Callable[[Any], bool]
@@ -49,11 +48,11 @@ DRAWS = (
 
 
 def shares_amax_history(config: Any, chunks: int) -> bool:
-    """Return whether scales of FP8 depend on how a stage's chunks alternate.
+    """Return whether FP8 scales depend on how a stage's chunks alternate.
 
-    Transformer Engine's delayed scaling moves the histories of all layers on whenever any forward or backward ends
-    (quantization.py, `reduce_and_update_fp8_tensors`), those of other chunks too. The most recent value stays where a
-    layer did not run; a maximum over a window sees less of the layer, the more others ran.
+    Transformer Engine's delayed scaling advances the histories of all layers, those of other chunks too, whenever any
+    forward or backward ends (quantization.py, `reduce_and_update_fp8_tensors`). If a layer did not run, its most recent
+    value stays. A maximum over a window then covers fewer values of the layer, the more others ran.
     """
     delayed = bool(getattr(config, "fp8", None)) and getattr(config, "fp8_recipe", None) == "delayed"
     by_maximum = getattr(config, "fp8_amax_compute_algo", None) == "max"
@@ -61,7 +60,7 @@ def shares_amax_history(config: Any, chunks: int) -> bool:
 
 
 def flags_drawn_in_other_order(config: Any, chunks: int) -> tuple[str, ...]:
-    """Flags whose random numbers depend on the order in which a stage of `chunks` model chunks runs its actions.
+    """Return the flags whose random numbers depend on the order in which a stage of `chunks` chunks runs its actions.
 
     `config`: Megatron's TransformerConfig.
     """

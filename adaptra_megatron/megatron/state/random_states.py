@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers of a micro-batch that are the same at whichever cell of its stage it is computed."""
+"""Make the random numbers of a micro-batch equal at all cells of its stage."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from adaptra_megatron.common.layout import JobLayout
 
 
 class MicroBatchRandom:
-    """Seeds the streams that a model draws from before each forward, by what is computed and not by where.
+    """Seeds the streams that a model draws from before each forward, by the micro-batch rather than the cell.
 
-    Those are torch's default generators and the states of Megatron's CudaRNGStatesTracker. Recomputation keeps the
+    These are torch's default generators and the states of Megatron's CudaRNGStatesTracker. Recomputation restores the
     states of the forward itself (megatron/core/tensor_parallel/random.py: CheckpointFunction).
     """
 
     def __init__(self, base: bytes) -> None:
-        """`base`: the same on all cells of a stage, new for each stage, lane and start of the training."""
+        """`base`: equal on all cells of a stage; different for each stage, lane and start of the training."""
         self._base = base
 
     @classmethod
     def agreed(cls, control: ControlStore, layout: JobLayout, timeout_s: float, *, says: bool) -> MicroBatchRandom:
-        """Agree on the streams of this rank's stage and lane, by the states that one rank has at its first iteration:
-        the one that `says` so. Called by all of them.
+        """Agree on the base of this rank's stage and lane: it follows from the random states of the one rank with
+        `says`.
 
-        Raises RuntimeError when that does not come in time.
+        All of its ranks call this at their first iteration. Raises RuntimeError if the base does not come in time.
         """
         worker = layout.workers[layout.rank]
         store = control.client("random")
@@ -42,7 +42,7 @@ class MicroBatchRandom:
         return cls(store.get(key))
 
     def begin(self, iteration: int, replica: int, micro_batch: int, chunk: int) -> None:
-        """The forward of a replica's micro-batch comes next."""
+        """Seed the streams for the forward of a replica's micro-batch."""
         for name, seed in self._seeds(f"{iteration}/{replica}/{micro_batch}/{chunk}"):
             if name is None:
                 torch.default_generator.manual_seed(seed)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's distributed optimizer with a copy of each shard of its state at a rank of another cell.
+"""Extend Megatron's distributed optimizer by a copy of each shard of its state at a rank of another cell.
 
-The copy is stepped, not sent: its rank gets the reduced gradients of the shard as the owner does (one more shard of
+The copy is stepped, not sent. Its holder gets the shard's reduced gradients as the owner does (one more shard of
 gradients, 1/D of the buffer, at the end of each reduction) and takes the same steps with the same numbers. So copy and
-shard are equal to the bit, and a death at any moment finds a whole copy. It costs the memory of one more shard (12
+shard are equal to the bit, and a failure at any moment leaves a whole copy. It costs the memory of one more shard (12
 bytes per parameter over D, with Adam and 16-bit parameters) and the time of its step.
 
-Where the owner has died, the holder of the copy adds the shard's part to gradient norms, has its parameters gathered,
+If the owner has failed, the holder of the copy adds the shard's part to gradient norms, has its parameters gathered,
 and writes it into checkpoints.
 
-Of several instances of the optimizer each has all shards, so none is copied: see `optimizer_instances`.
+With several instances of the optimizer each has all shards, so none is copied: see `optimizer_instances`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerInstance:
-    """Part that one optimizer of an instance shares with those of the others."""
+    """Links one optimizer of an instance to its counterparts in the other instances."""
 
     def __init__(self, optimizer: Any, layout: JobLayout) -> None:
-        """Raises ValueError where instances are not made of whole replicas."""
+        """Raises ValueError if instances do not consist of whole replicas."""
         self._optimizer, self._rank = optimizer, layout.rank
         self._group: FaultTolerantGroup = optimizer.data_parallel_group
         instances = optimizer.ddp_config.num_distributed_optimizer_instances
@@ -63,13 +63,13 @@ class OptimizerInstance:
 
     @property
     def _same(self) -> list[int]:
-        """Ranks that have this one's shard, by instance."""
+        """Ranks that hold this rank's shard, by instance."""
         assert self._group.alike is not None
         return list(self._group.alike[self._rank])
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Number instances meanwhile as if those that live were all: the first writes what a checkpoint has."""
+        """Number only live instances within this context: the first one writes checkpoints."""
         before = self._optimizer.distributed_optimizer_instance_id
         live = [rank for rank in self._same if rank in self._group.members]
         self._optimizer.distributed_optimizer_instance_id = live.index(self._rank)
@@ -80,9 +80,10 @@ class OptimizerInstance:
 
 
 def holders_of(layout: JobLayout, ranks: Sequence[int]) -> list[int]:
-    """The place, in a group of `ranks`, of each member's holder: of another cell, and on another host where it can be.
+    """Return the index of each member's holder in a group of `ranks`: in another cell and, if possible, on another
+    host.
 
-    Raises ValueError where there is no other cell.
+    Raises ValueError if there is no other cell.
     """
 
     def apart(shift: int) -> tuple[bool, int]:
@@ -97,29 +98,34 @@ def holders_of(layout: JobLayout, ranks: Sequence[int]) -> list[int]:
 
 
 _WRITTEN_BY_EACH = ("dp_reshardable", "fully_sharded_bucket_space", "fully_sharded_model_space")
-"""Formats in which each rank writes its own shard (DistributedOptimizer.sharded_state_dict, of all releases)."""
+"""Checkpoint formats in which each rank writes its own shard (DistributedOptimizer.sharded_state_dict, of all
+releases).
+"""
 
 
 class MadeWith(NamedTuple):
-    """Arguments that a distributed optimizer was made with."""
+    """Arguments that a distributed optimizer was created with."""
 
     groups: list[dict[str, Any]]
-    """Groups of the model's parameters; the optimizer has those of its shard instead."""
+    """Groups of the model's parameters; the optimizer itself has those of its shard."""
     given: tuple[Any, ...]
     keywords: dict[str, Any]
 
 
 class ShardCopy:
-    """Copy of another rank's shard in one optimizer: that rank's optimizer, whose parameters this rank's steps."""
+    """Copy of another rank's shard: an optimizer for that shard, whose parameters this rank's optimizer steps."""
 
     def __init__(self, own: Any, stock: type, made_with: MadeWith, layout: JobLayout, *, fill: bool) -> None:
-        """Collective over the group, if it is to `fill` the copy. `stock`: Megatron's class. Raises ValueError as
-        `holders_of`."""
+        """Create the copy; `fill` it from the owner's state (then collective over the group). `stock`: Megatron's
+        class.
+
+        Raises ValueError as `holders_of`.
+        """
         self._own = own
         self._group: FaultTolerantGroup = own.data_parallel_group
         self._group.holders = holders_of(layout, self._group.ranks)
         self._place = self._group.holders.index(self._group.place)
-        """The owner's, in the group."""
+        """Index of the owner in the group."""
         inner = object.__new__(type(own.optimizer))
         inner.__dict__.update(own.optimizer.__dict__)
         inner.state, inner.param_groups = defaultdict(dict), made_with.groups
@@ -139,17 +145,17 @@ class ShardCopy:
 
     @property
     def stands_in(self) -> bool:
-        """Return whether the owner has died."""
+        """Return whether the owner has failed."""
         return self._place in self._group.stood_in_for
 
     def parameters(self, *, own: bool) -> list[torch.Tensor]:
-        """Main parameters of this rank's own shard, or of the other."""
+        """Return the main parameters of this rank's own shard, or of the copied one."""
         others = _parameters(self.other.optimizer)
         known = set(map(id, others))
         return [each for each in _parameters(self._own.optimizer) if id(each) not in known] if own else others
 
     def squares(self) -> torch.Tensor:
-        """Return the sum of squares of those gradients that the owner would add to the norm, [1]."""
+        """Return the sum of squares [1] of the gradients that the owner would add to the norm."""
         self.other.tp_group = getattr(self._own, "tp_group", None)
         self._count(True)
         grads = self.other.get_main_grads_for_grad_norm()
@@ -158,8 +164,11 @@ class ShardCopy:
         return sum((grad.float().square().sum() for grad in grads), none)
 
     def sharded_states(self, *given: Any, **keywords: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return what a checkpoint has of this rank's own shard, as if none had died, and of a dead owner's. Raises
-        UnsupportedFeatureError where members are dead and the format gathers shards at one rank."""
+        """Return the checkpoint state of this rank's own shard, and that of a failed owner's shard or None.
+
+        The own state is numbered as if no member had failed. Raises UnsupportedFeatureError if members have failed and
+        the format gathers shards at one rank.
+        """
         refuse_gathering(self._group, keywords)
         with self._group.seen_as(self._group.place):
             own = self._own.sharded_state_alone(*given, **keywords)
@@ -179,12 +188,12 @@ class ShardCopy:
         return device
 
     def _count(self, counted: bool) -> None:
-        """Have Megatron count the copy in norms, or leave it out as it does parameters that two stages share."""
+        """Include the copy in Megatron's norms, or exclude it as Megatron excludes parameters that two stages share."""
         for each, shared in self._shared.items():
             each.shared = shared or not counted  # type: ignore[attr-defined]
 
     def _fill(self) -> None:
-        """Get from the owner what it may have loaded, before any member can be lost."""
+        """Fetch state that the owner may have loaded, before any member can fail."""
         own, inner = self._own.optimizer, self.other.optimizer
         if own.state:
             known = next(iter(own.state))
@@ -204,8 +213,10 @@ class ShardCopy:
 
 
 def refuse_gathering(group: FaultTolerantGroup, keywords: Mapping[str, Any], what: str = "") -> None:
-    """Raise UnsupportedFeatureError where members are dead and `what`, or the format in `keywords` (of Megatron's
-    sharded_state_dict), gathers shards at one rank."""
+    """Raise UnsupportedFeatureError if members have failed and shards would be gathered at one rank.
+
+    They are if `what` is set, or by the format in `keywords` (of Megatron's sharded_state_dict).
+    """
     metadata = keywords.get("metadata") or {}
     kind = keywords.get("sharding_type") or metadata.get("distrib_optim_sharding_type", "fully_sharded_model_space")
     if group.members != group.ranks and (what or kind not in _WRITTEN_BY_EACH):
@@ -221,7 +232,7 @@ def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _tensors(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Main parameters and their state, in the same order at owner and holder."""
+    """Return main parameters and their state, in the same order at owner and holder."""
     found: list[torch.Tensor] = []
     for each in _parameters(inner):
         state = inner.state.get(each, {})
@@ -230,18 +241,20 @@ def _tensors(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _like(value: Any, known: torch.Tensor, parameter: torch.Tensor) -> Any:
-    """A place for a value of the state of `parameter`, as `value` is for that of `known`."""
+    """Return memory for a value of the state of `parameter`, shaped as `value` is for `known`."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.new_zeros(parameter.shape if value.shape == known.shape else value.shape)
 
 
 def with_copies(stock: Any, made: list[Any]) -> Any:
-    """Megatron's DistributedOptimizer, which steps a copy of another rank's shard once `hold_copy` has been called.
-    All that are made are put into `made`."""
+    """Return a subclass of Megatron's DistributedOptimizer that steps a copy of another rank's shard after `hold_copy`.
+
+    All its instances are appended to `made`.
+    """
 
     class OutlivingDistributedOptimizer(stock):  # type: ignore[misc]
-        """One of them."""
+        """Distributed optimizer with a copy of another rank's shard."""
 
         def __init__(self, optimizer: Any, *given: Any, **keywords: Any) -> None:
             groups = [] if optimizer is None else optimizer.param_groups
@@ -252,8 +265,10 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
             made.append(self)
 
         def hold_copy(self, layout: JobLayout, *, fill: bool = True) -> None:
-            """Collective over the group, if it is to `fill` the copy. Raises ValueError where no other cell could hold
-            copies, or has the shards of another instance."""
+            """Create the copy; `fill` it from the owner's state (then collective over the group).
+
+            Raises ValueError if no other cell could hold copies, or has the shards of another instance.
+            """
             if self.is_stub_optimizer or self._copy is not None or self._instance is not None:
                 return
             if getattr(self.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
@@ -263,19 +278,20 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
 
         @property
         def shard_group(self) -> FaultTolerantGroup:
-            """Ranks that have shards, and know the holders of copies."""
+            """Group of the ranks with shards, which knows the holders of copies."""
             group: FaultTolerantGroup = self.data_parallel_group
             return group
 
         def shard_parameters(self, *, own: bool) -> list[torch.Tensor]:
-            """Main parameters of this rank's own shard, or of that which it has a copy of: with several instances, the
-            same."""
+            """Return the main parameters of this rank's own shard, or of the copied one; with several instances, the
+            same ones.
+            """
             if self._copy is None:
                 return _parameters(self.optimizer)
             return self._copy.parameters(own=own)
 
         def sharded_state_alone(self, *given: Any, **keywords: Any) -> Any:
-            """Megatron's."""
+            """Return Megatron's sharded state, without the copy."""
             return super().sharded_state_dict(*given, **keywords)
 
         def sharded_state_dict(self, *given: Any, **keywords: Any) -> Any:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and load a training worker's state: parameters, optimizer state, learning-rate schedule; read from one, put
-into another.
+"""Send a rank's training state to another rank: parameters, optimizer state, learning-rate schedule.
 
-Tensors go one by one and in place; what else there is goes before them, as plain values. No format of checkpoints: the
-other end is a process of the same release with the same arguments, and has the same tensors in the same order.
+Tensors are sent one by one and received in place. Other state goes before them, as plain values. This is no checkpoint
+format: the receiver is a process of the same release with the same arguments, and has the same tensors in the same
+order.
 
-One digest goes along over all of it (blake2b). The receiver's is of its tensors as they are once they have been put in
-place, not of what came. With a key the two ends prove to each other that they have it: plain values are parsed once the
-digest so far has been found equal, and tensors are used once that at the end has.
+One digest covers everything (blake2b). The receiver computes it over its tensors once they are in place, not over the
+messages. With a key, the two ends prove to each other that they have it: plain values are parsed only after the digest
+so far was equal, and tensors are used only after the digest at the end was.
 """
 
 from __future__ import annotations
@@ -37,34 +37,37 @@ class StateError(RuntimeError):
 
 
 class _Digest:
-    """Of all that one end has sent, or has in place, so far."""
+    """Digest of everything that one end has sent, or has in place, so far."""
 
     def __init__(self, key: bytes, identity: str) -> None:
         self._hash = hashlib.blake2b(identity.encode(), digest_size=_DIGEST_NBYTES, key=key)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """The next one, with its size."""
+        """Add the next tensor, with its size."""
         self._hash.update(f"|{tensor.nbytes}|".encode())
         for piece in _pieces(_flat(tensor)):
             self._hash.update(piece.cpu().numpy().data)
 
     @property
     def value(self) -> torch.Tensor:
-        """As it is now."""
+        """Return the present digest."""
         return torch.frombuffer(bytearray(self._hash.digest()), dtype=torch.uint8)
 
 
 class StateSender:
-    """Hands tensors and values over, in messages of CHUNK_NBYTES at most, each with its size before it."""
+    """Sends tensors and values, in messages of CHUNK_NBYTES at most, each preceded by its size."""
 
     def __init__(self, send: Send, key: bytes = b"", identity: str = "") -> None:
-        """`key`: a secret of both ends, of 64 bytes at most; empty: errors are found, but peers are not authenticated.
-        `identity`: of this hand-over alone."""
+        """`key`: secret of both ends, 64 bytes at most; empty: errors are detected, but peers are not authenticated.
+        `identity`: unique to this transfer.
+        """
         self._send, self._digest = send, _Digest(key, identity)
         self._chunk, self._filled = torch.empty(CHUNK_NBYTES, dtype=torch.uint8), 0
 
     def values(self, values: Any) -> None:
-        """Anything of lists, tuples, dictionaries, numbers, texts and bytes. Raises StateError for too much of it."""
+        """Send nested lists, tuples and dictionaries of numbers, texts and bytes. Raises StateError if they are too
+        large.
+        """
         buffer = io.BytesIO()
         torch.save(values, buffer)
         packet = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -75,12 +78,12 @@ class StateSender:
         self._write(self._digest.value)
 
     def tensor(self, tensor: torch.Tensor) -> None:
-        """One whose shape and type the other end knows."""
+        """Send a tensor whose shape and type the receiver knows."""
         self._digest.add(tensor)
         self._write(_flat(tensor))
 
     def finish(self) -> None:
-        """All has been handed over."""
+        """End the transfer, and send its digest."""
         self._write(self._digest.value)
         if self._filled:
             self._flush()
@@ -101,16 +104,16 @@ class StateSender:
 
 
 class StateReceiver:
-    """The other end. Methods raise StateError for what is not as it was sent, or cannot be read."""
+    """Receives a state. Methods raise StateError if it was corrupted or cannot be read."""
 
     def __init__(self, receive: Receive, key: bytes = b"", identity: str = "") -> None:
-        """`key`, `identity`: the sender's."""
+        """`key`, `identity`: as at the sender."""
         self._receive, self._digest = receive, _Digest(key, identity)
         self._left = torch.empty(0, dtype=torch.uint8)
         """Of the message that came last."""
 
     def values(self) -> Any:
-        """Return what the sender's `values` was given."""
+        """Return the values that the sender's `values` was called with."""
         size = torch.zeros(1, dtype=torch.int64)
         self._read(size.view(torch.uint8))
         if not 0 < int(size) <= MOST_VALUES_NBYTES:
@@ -121,7 +124,7 @@ class StateReceiver:
         return torch.load(io.BytesIO(packet.numpy().tobytes()), weights_only=True)
 
     def tensor(self, tensor: torch.Tensor) -> None:
-        """Fill one."""
+        """Receive into `tensor`."""
         flat = _flat(tensor)
         self._read(flat)
         if not tensor.is_contiguous():  # then `flat` is a copy
@@ -130,7 +133,7 @@ class StateReceiver:
         self._digest.add(tensor)
 
     def finish(self) -> None:
-        """All has come."""
+        """End the transfer, and check its digest."""
         self._compare()
 
     def _compare(self) -> None:
@@ -160,7 +163,7 @@ _NOT_AS_SENT = (
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor: its own, where it is contiguous."""
+    """Return the bytes of a tensor, sharing its memory if it is contiguous."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
@@ -170,7 +173,7 @@ def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def model_tensors(model: Sequence[Any]) -> list[torch.Tensor]:
-    """Parameters and buffers of all chunks, in their order."""
+    """Return parameters and buffers of all chunks, in order."""
     found: list[torch.Tensor] = []
     for chunk in model:
         # Megatron's DistributedDataParallel has a list of its own in the place of torch's method.
@@ -179,14 +182,14 @@ def model_tensors(model: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def send_tensors(sender: StateSender, tensors: Sequence[torch.Tensor]) -> None:
-    """Hand tensors over, their shapes first."""
+    """Send tensors, preceded by their shapes."""
     sender.values([list(each.shape) for each in tensors])
     for each in tensors:
         sender.tensor(each)
 
 
 def receive_tensors(receiver: StateReceiver, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Fill them. Raises StateError where the other end has others."""
+    """Receive into `tensors`. Raises StateError if the sender's have other shapes."""
     shapes = receiver.values()
     if shapes != [list(each.shape) for each in tensors]:
         raise StateError(
@@ -197,7 +200,7 @@ def receive_tensors(receiver: StateReceiver, tensors: Sequence[torch.Tensor], wh
 
 
 def send_optimizer(sender: StateSender, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Hand over what torch's optimizer has for some of its parameters, and its settings."""
+    """Send the settings and the state of torch's optimizer for some of its parameters."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     states = [optimizer.state.get(each, {}) for each in parameters]
     sender.values(
@@ -215,7 +218,7 @@ def send_optimizer(sender: StateSender, optimizer: torch.optim.Optimizer, parame
 def receive_optimizer(
     receiver: StateReceiver, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """The other end of `send_optimizer`. Raises StateError where this process has other parameters."""
+    """Receive what `send_optimizer` sends. Raises StateError if this process has other parameters."""
     said = receiver.values()
     if len(said["states"]) != len(parameters) or len(said["groups"]) != len(optimizer.param_groups):
         raise StateError(
@@ -241,7 +244,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """A value of an optimizer's state; of a tensor what it takes to make one."""
+    """Return a value of an optimizer's state; for a tensor, its shape and type."""
     if not isinstance(value, torch.Tensor):
         return {"value": value}
     return {

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the costs of an iteration of a job: data-parallel pipelines (replicas) that run one plan, each with its own
-costs.
+"""Define the costs of a job's iteration: data-parallel pipelines (replicas) that run one plan, each with its own costs.
 
 Replicas meet once per iteration: the gradient synchronisation of a stage starts when the last replica has ended its
 last action there. The ranks of a stage that share its work (tensor and context parallel peers) act as one.
@@ -49,7 +48,7 @@ class Override:
     micro_batches: Mapping[str, PerMicroBatch] = field(default_factory=dict)
     """New seconds per stage, chunk and micro-batch, by the same names."""
     slow_stages: Mapping[int, float] = field(default_factory=dict)
-    """Factor on all seconds of a stage, such as 1.3 for a GPU that takes 30% longer."""
+    """Factor on all seconds of a stage: 1.3 for a GPU that takes 30% longer."""
 
     def applied_to(self, costs: Costs) -> Costs:
         """Return `costs` with these changes. Raises CostError for an unknown stage or link."""
@@ -86,13 +85,13 @@ class ReplicaGroup:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class JobCosts:
-    """Costs of one iteration of a job; made by `job_costs` or `job_costs_from_json`."""
+    """Costs of one iteration of a job; created by `job_costs` or `job_costs_from_json`."""
 
     base: Costs
     """Costs of a replica without overrides."""
     overrides: tuple[Override, ...]
     groups: tuple[ReplicaGroup, ...]
-    """Groups of equal replicas, by first replica; every replica is in one."""
+    """Groups of equal replicas, ordered by first replica; every replica is in exactly one."""
     ranks_per_stage: int
     """Ranks that share the work of one stage of one replica: tensor x context parallel size."""
     gradient_sync_s: tuple[float, ...]
@@ -172,8 +171,9 @@ def job_costs(
 
 
 def worst_costs(groups: Sequence[ReplicaGroup]) -> Costs:
-    """Return the slowest costs of each stage and link over all `groups`: no replica is slower, and perhaps none as
-    slow."""
+    """Return the slowest costs of each stage and link over all `groups`. No replica is slower; perhaps none is
+    as slow.
+    """
     all_costs = [group.costs for group in groups]
 
     def worst(name: str) -> PerChunk:
@@ -248,12 +248,13 @@ _JOB_FIELDS = ("replicas", "ranks_per_stage", "gradient_sync_s", "message_bytes"
 
 
 def job_costs_from_json(document: Any) -> JobCosts:
-    """Costs of a job from the parsed JSON document of `costs_from_json`, with these optional fields more:
+    """Read the costs of a job from the parsed JSON document of `costs_from_json`, with these additional optional
+    fields.
 
     `replicas`, either a number or `{"count": 256, "overrides": [{"replicas": [3, "8-15"], "links": [...], "forward_s":
     ..., "slow_stages": [{"stage": 5, "factor": 1.3}]}]}`; `ranks_per_stage`; `gradient_sync_s`, one number or one per
-    stage; `message_bytes`. An override without `replicas` is one of all; what a link in it does not say stays as it
-    is. Raises CostError for a missing or unknown field or a wrong value.
+    stage; `message_bytes`. An override without `replicas` applies to all; fields that it does not name stay as they
+    are. Raises CostError for a missing or unknown field or a wrong value.
     """
     if not isinstance(document, dict):
         raise CostError(f"costs must be a JSON object, got {type(document).__name__}")

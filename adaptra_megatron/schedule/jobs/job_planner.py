@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds one schedule for all replicas of a job, which must run the same: the one whose slowest replica is fastest.
+"""Find one schedule for all replicas of a job, which must run the same: the one whose slowest replica is fastest.
 
 A plan for the slowest of every stage and link over all replicas suits a pipeline that does not exist, and under a cap
-it may serve the real ones badly. So plans are also made for few replicas at a time: for the one with most to do, then
-for the slowest of that one and whichever replica the plan left behind, and so on (a cutting plane in the space of
-replicas), and for costs near the first ones. The plan with the shortest simulated iteration of all replicas wins.
+it may serve the real ones badly. So plans are also made for few replicas at a time: first for the one with the most
+work, then for the slowest costs of that one and of the replica that the plan served worst, and so on (a cutting plane
+in the space of replicas). Costs near the first ones are tried, too. The plan with the shortest simulated iteration over
+all replicas wins.
 """
 
 from __future__ import annotations
@@ -53,10 +54,9 @@ def plan_job(
 ) -> JobPlan:
     """Return the best schedule found for all replicas of `job`.
 
-    Deterministic as `plan`: half of `deadline_s` plans for all replicas at once, the rest for few at a time;
-    simulating replicas comes on top. `deadline_s` None: twice 0.1 s, or two searches if these take longer (of equal
-    replicas: as `plan`), until the plan is within `ENOUGH` of its bound. Raises PlanError if no schedule fits the
-    caps.
+    Deterministic as `plan`: half of `deadline_s` plans for all replicas at once, the rest for few at a time; simulating
+    replicas comes on top. `deadline_s` None: twice 0.1 s, or two searches if these take longer (if all replicas are
+    equal: as `plan`), until the plan is within `ENOUGH` of its bound. Raises PlanError if no schedule fits the caps.
     """
     if len(job.groups) == 1:
         return _plan_for_equals(job, deadline_s, split, progress)
@@ -90,7 +90,8 @@ def plan_job(
 
 def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
     """Return a replica with which `schedule` is no better than `best`, trying the slow ones first; None if there is
-    none."""
+    none.
+    """
     job, slow_s = best.simulation.job, best.simulation.pipelines_s
     order = sorted(range(len(slow_s)), key=lambda index: -slow_s[index])
     limit_s = best.simulation.makespan_s * (1.0 - _NO_GAP)

@@ -61,9 +61,9 @@ class SlowdownCause:
     """Link or stage whose slowness costs a replica the most."""
 
     what: str
-    """Such as "link 3-4" or "stage 7"."""
+    """Its name, such as "link 3-4" or "stage 7"."""
     gain_s: float
-    """Seconds by which its pipeline would be faster if that were as fast as elsewhere."""
+    """Seconds by which its pipeline would be faster if that link or stage were as fast as elsewhere."""
 
 
 def simulate_job(
@@ -141,8 +141,9 @@ def first_behind(
 def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> SlowdownCause | None:
     """Return why the slowest replica is slow; None if no single link or stage makes a difference.
 
-    `run` simulates it under other costs (`fixed_order`, `online_order`). The links and stages that cost it more than
-    a replica without overrides (if it is one: than free links and typical stages) are reset one by one.
+    `run` simulates it under other costs (`fixed_order`, `online_order`). Links and stages that cost it more than usual
+    are reset one by one. Usual are the costs of a replica without overrides; for such a replica, free links and typical
+    stages.
     """
     base, costs = simulation.job.base, simulation.job.groups[simulation.slowest].costs
     before_s = max(simulation.finish_s[simulation.slowest])
@@ -156,7 +157,7 @@ def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> Slo
 def job_bound(job: JobCosts, *, progress: Progress | None = None) -> LowerBound:
     """Return a lower bound for an iteration of the job, whatever each replica runs.
 
-    It is the largest bound of the replicas with most to do, plus the synchronisation after the last stage's end.
+    It is the largest bound of the replicas with the most work, plus the synchronisation after the last stage's end.
     """
     sync_s = job.gradient_sync_s
     hardest = hardest_first(job)
@@ -176,8 +177,9 @@ def hardest_first(job: JobCosts) -> list[ReplicaGroup]:
 
 
 def simple_bound_s(costs: Costs, gradient_sync_s: Sequence[float]) -> float:
-    """Return the time of the first micro-batch's way to a stage, all its work and its synchronisation, at the worst
-    stage."""
+    """Return the time of the first micro-batch's way to a stage, plus all its work and its synchronisation, at the
+    worst stage.
+    """
     way_s = worst_s = 0.0
     places = costs.placement.places
     for place, following in zip(places, (*places[1:], None), strict=True):
@@ -206,7 +208,9 @@ def _job_simulation(job: JobCosts, finish_s: Sequence[Finish], peaks: tuple[floa
 
 
 def _suspects(costs: Costs, usual: Costs) -> Iterable[tuple[float, str, Costs]]:
-    """Return (seconds it may lose, name, costs without it) of each link and stage that costs more than usual."""
+    """Return each link and stage that costs more than usual: (seconds that it may cost, name, costs without the
+    excess).
+    """
     for stage in range(costs.stages):
         pairs = {name: (table, usual.tables()[name][stage]) for name, table in costs.tables().items()}
         slow_s = sum(sum(table[stage]) - sum(row) for name, (table, row) in pairs.items() if name != "backward_s")

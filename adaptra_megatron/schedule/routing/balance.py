@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divide whole micro-batches between replicas, where it is known beforehand how long each will take."""
+"""Divide whole micro-batches between replicas, if the duration of each is known beforehand."""
 
 from __future__ import annotations
 

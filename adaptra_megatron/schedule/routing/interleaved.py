@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of cells that run several model chunks each, while cells are dead: one that keeps caps and cannot deadlock.
+"""Order the actions of cells with several model chunks while cells are dead; keeps caps, and cannot deadlock.
 
-Micro-batches of a dead cell go round its live peers. A micro-batch is admitted once each of its cells has room for all
-the chunks that it will run there, which it keeps until the backward of the last of these (the banker's algorithm: what
-has been admitted always comes to its end). What is in runs as it comes: backwards before forwards, later chunks first,
-then by number. Backwards are whole: a weight gradient that is put off would keep the room.
+Micro-batches of a dead cell are dealt out to its live peers. A micro-batch is admitted once each of its cells has room
+for all the chunks that it will run there. It keeps that room until the backward of the last of these (the banker's
+algorithm: every admitted micro-batch can finish). Admitted work runs as it comes: backwards before forwards, later
+chunks first, then by number. Backwards are whole, since a delayed weight gradient would keep the room.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation,
 
 
 def routing_around(dead: Collection[Cell], replicas: int, stages: int, micro_batches: int) -> Routing:
-    """Route every micro-batch to its own replica's cells, and those of `dead` cells in turn to live cells of their
-    stage.
+    """Route micro-batches of `dead` cells to live cells of their stage in turn, and all others to their own replica's
+    cells.
 
     Raises RoutingError for a stage without a live cell.
     """
@@ -43,7 +43,7 @@ def routing_around(dead: Collection[Cell], replicas: int, stages: int, micro_bat
 
 
 def dispatch_interleaved(costs: Costs, routing: Routing) -> RoutedSimulation:
-    """Make the orders of all cells of a job whose pipelines each cost `costs`, with Megatron's placement of chunks.
+    """Return the orders of all cells of a job whose pipelines each cost `costs`, with Megatron's placement of chunks.
 
     A message is assumed to find its link idle. Raises RoutingError for a cap below the chunks of one micro-batch.
     """

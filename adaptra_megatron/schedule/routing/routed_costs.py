@@ -19,15 +19,15 @@ class RoutingError(CostError):
 class RoutedCosts:
     """Costs of one iteration of a job whose cells of one stage hold the same weights.
 
-    `replicas[d]` are those of replica d's own pipeline: its seconds are what its cells take, its
-    `Costs.micro_batch_factors` how its micro-batches differ, wherever they run. `links` joins cells of neighbouring
-    stages; between two replicas a link that is not listed costs the worse of what the two replicas' own links do.
-    A rendezvous link is busy until its message has arrived. `sync_s[stage]` are seconds after the last action of a
-    stage (gradient synchronisation and optimizer step).
+    `replicas[d]` are the costs of replica d's own pipeline: its seconds are those of its cells, and its
+    `Costs.micro_batch_factors` are those of its micro-batches, wherever they run. `links` joins cells of neighbouring
+    stages; an unlisted link between two replicas costs the worse of the two replicas' own links. A rendezvous link is
+    busy until its message has arrived. `sync_s[stage]` are seconds after the last action of a stage (gradient
+    synchronisation and optimizer step).
 
-    Raises RoutingError for a stage without a live cell, and for what is not routed: several chunks (a cell's cap has to
-    keep room for the later chunks of micro-batches that come back to it from any replica: `interleaved` does so around
-    dead cells, with little in flight), shared queues, placements that are not Megatron's.
+    Raises RoutingError for a stage without a live cell, and for jobs that cannot be routed: shared queues, placements
+    other than Megatron's, and several chunks. With several chunks, a cell's cap would have to keep room for later
+    chunks of micro-batches from any replica; `interleaved` does so around dead cells, with few activations in flight.
     """
 
     replicas: tuple[Costs, ...]
@@ -37,9 +37,10 @@ class RoutedCosts:
     sync_s: tuple[float, ...] = ()
     staggered: bool = False
     """True: a stage starts its next iteration after its own synchronisation, without waiting for others (ReCycle's
-    staggered optimizer). Then the period counts: the longest busy time of a stage."""
+    staggered optimizer). The period is then the longest busy time of a stage.
+    """
     pinned: frozenset[int] = frozenset()
-    """Stages that run their own replicas' micro-batches."""
+    """Stages at which each replica runs its own micro-batches."""
 
     def __post_init__(self) -> None:
         if not self.replicas:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derive what stages send each other: messages, the order of launches, stock's blocking calls, deadlocks."""
+"""Derive the transfers between stages: messages, the order of launches, stock's blocking calls, deadlocks."""

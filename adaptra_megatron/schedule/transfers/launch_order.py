@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One order of all actions and transfers of a pipeline, by which its stages launch work and post receives on GPUs.
+"""Define one order of all actions and transfers of a pipeline, in which stages launch work and post receives on GPUs.
 
 On a GPU a send ends only when its receive runs, a hardware queue starts operations in the order in which they were
-issued, and some calls of the host wait for the whole device. Receives that are posted at will then make stages wait for
-each other for ever. They cannot if all stages follow one order that respects what actions need of each other and has
-each transfer behind the action that makes its message and before the next action of that stage. Every stage launches
-its own part of it, in that order: its actions, its sends and its receives, over all links.
+issued, and some calls of the host wait for the whole device. If receives are posted at will, stages can then wait for
+each other for ever. They cannot if all stages follow one order with two properties: it respects the dependencies of
+actions, and it has each transfer behind the action that makes its message and before the next action of that stage.
+Every stage launches its own part of that order: its actions, its sends and its receives, over all links.
 
-Suppose nothing goes on, and take the first in the order that has not ended. Whatever a stage that takes part in it has
-issued before it comes before it in the order, and has ended. So no such host stands still before it: what hosts wait
-for, be it on their device or on that of a peer, is something that they have issued, or the other end of what they are
-issuing. So it has been issued at all its ends, nothing is in front of it in any queue, and all that it needs has ended:
-it runs, and ends.
+Proof: suppose nothing makes progress, and take the first operation in the order that has not ended. A stage that takes
+part in it has issued only earlier operations before it, which have all ended. A host waits only for operations that it
+has issued, on its own device or a peer's, or for the other end of one that it is issuing. So no host is blocked before
+the operation, and it has been issued at all its ends. Nothing is in front of it in any queue, and everything that it
+needs has ended: it runs, and ends.
 
-Nothing else is asked of a device, however few queues it has, of hosts, however often they wait for it, or of
-communicators, which may connect at their first use. Collectives of replicas belong to the action that they are launched
-with: replicas run one plan, in one order. Two things are needed besides. What comes later may start earlier, in another
-queue, so there must be room on the device for one kernel of each stream at once. And one thread launches all of it:
-what a second one launches has no place in the order.
+The proof assumes nothing else: not how many queues a device has, how often a host waits for it, or whether
+communicators connect at their first use. Collectives of replicas belong to the action with which they are launched,
+since replicas run one plan in one order. Two conditions remain. Later operations may start earlier, in another queue,
+so the device must have room for one kernel of each stream at once. And one thread launches all of it: work of a second
+thread has no place in the order.
 """
 
 from __future__ import annotations
@@ -81,12 +81,11 @@ _SHORTEST = 1e-6
 def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
     """Return the ranks of all actions by expected end; at equal times, the lower stage comes first.
 
-    So every receive is posted before its message is made. In a shared queue a receive holds up later work until the
-    link's previous message has arrived; an action goes before a receive where that costs less
-    (csrc/schedule/launch.hpp).
+    So every receive is posted before its message is made. In a shared queue a receive delays later work until the
+    link's previous message has arrived; an action goes before a receive if that costs less (csrc/schedule/launch.hpp).
 
-    `costs`: expected costs; None: one unit for every F, I and W, nothing for links. Equal on every rank with equal
-    arguments. Raises SimulationError for orders that deadlock.
+    `costs`: expected costs; None: one unit for every F, I and W, nothing for links. The result is the same on every
+    rank for equal arguments. Raises SimulationError for orders that deadlock.
     """
     costs = costs or uniform_costs_for(schedule)
     check_fits(schedule, costs)
@@ -126,8 +125,8 @@ class Posting(NamedTuple):
 def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None) -> tuple[Posting, ...]:
     """Return the receives as `receives_before`, with each transfer at the expected end of the action that makes it.
 
-    For messages of unknown size: the host waits for the size before it posts the receive, hence only briefly, as the
-    message is then about to come. With known sizes this is slower, since receives are posted later.
+    For messages of unknown size: the host waits for the size before it posts the receive. The wait is short, as the
+    message is then about to be sent. With known sizes this is slower, since receives are posted later.
     """
     simulation = simulate(schedule, _positive(costs if costs is not None else uniform_costs_for(schedule)))
     start_s, end_s = simulation.start_s, simulation.end_s
