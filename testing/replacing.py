@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names replaced in other people's modules and classes, all together, and put back."""
+"""Replace names in other packages' modules and classes, all together, and restore them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Replacement:
-    """Replacement of `owner.name` by `value`; `reason` says why, for people and for tools that list them.
+    """Replacement of `owner.name` by `value`; `reason`: for people, and for tools that list them.
 
-    A name that `owner` lacks is refused, unless `may_be_absent`: the intended one would stay in place.
+    A name that `owner` lacks is refused, unless `may_be_absent`: it may have moved, and the real one would stay in
+    place.
     """
 
     owner: Any
@@ -29,12 +30,12 @@ class Replacement:
 
 
 class Replaced:
-    """Replacements in force. Also a context manager that undoes them."""
+    """Active replacements. Also a context manager that undoes them."""
 
     def __init__(self, replacements: Iterable[Replacement]) -> None:
-        """Apply in order. When one of them fails, those applied are undone and the error is re-raised.
+        """Apply replacements in order. If one fails, the earlier ones are undone and the error is re-raised.
 
-        Raises AttributeError for a name that its owner lacks, unless that may be.
+        Raises AttributeError for a name that its owner lacks, unless `may_be_absent`.
         """
         self.replacements: tuple[Replacement, ...] = tuple(replacements)
         self._previous: list[tuple[Any, str, Any]] = []
@@ -52,7 +53,7 @@ class Replaced:
             raise
 
     def undo(self) -> None:
-        """Put every name back, last first. A second call does nothing."""
+        """Restore every name, last first. A second call does nothing."""
         while self._previous:
             owner, name, previous = self._previous.pop()
             if previous is _ABSENT:

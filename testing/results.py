@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training leaves behind on one rank, to the bit, and the comparison of two of them."""
+"""Save the exact results of a training on one rank, and compare those of two trainings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ResultsDifferError(AssertionError):
 
 @dataclass
 class TrainingResult:
-    """One rank's part of a training.
+    """Results of a training on one rank.
 
-    Losses are exact: float32 sums in float64. Lists are empty on ranks that do not compute losses (all but the last
-    stage), which the grad norm and the tensors are not.
+    Losses are exact: float32 sums in float64. Their lists are empty on ranks that do not compute losses (all but the
+    last stage). Gradient norms and tensors are there on every rank.
     """
 
     micro_batch_losses: list[list[float]] = field(default_factory=list)
@@ -96,13 +96,11 @@ def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tenso
 
 
 def relative_distances(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, float]:
-    """By sort of number (losses, grad norms, parameters): norm of all differences as a share of that of all numbers.
+    """Return the norm of all differences relative to that of all numbers, by kind (losses, grad norms, parameters).
 
-    Of all together: a parameter whose gradient is nothing but rounding (the bias of attention's keys) is moved by Adam
-    as far as any other, in the direction of what was rounded.
-
-    Raises:
-        ResultsDifferError: a tensor is missing, or of another shape.
+    It is taken over all parameters together. A parameter whose gradient is only rounding error (the bias of attention's
+    keys) is moved by Adam as far as any other, in the direction of the error. Raises ResultsDifferError if a tensor is
+    missing, or has another shape.
     """
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, left in expected.items():
@@ -172,8 +170,7 @@ def save_result(result: TrainingResult, directory: str | Path, *, rank: int, wor
 def compare_directories(expected: str | Path, actual: str | Path) -> int:
     """Compare the dumps of two runs bitwise, rank by rank. Returns the number of elements that were compared.
 
-    Raises:
-        ResultsDifferError: dumps are missing or empty, or something differs: the first difference is named.
+    Raises ResultsDifferError if dumps are missing or empty, or naming the first difference.
     """
     left_dumps, right_dumps = _load_dumps(Path(expected)), _load_dumps(Path(actual))
     if len(left_dumps) != len(right_dumps):

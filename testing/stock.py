@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what stock Megatron's own schedules do, so that their timeline can be drawn beside ours."""
+"""Record the actions of stock Megatron's own schedules, to draw their timeline next to ours."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backwa
 class StockRecording:
     """Decorators around functions of `megatron.core.pipeline_parallel.schedules`, in place until `undo`.
 
-    Megatron looks its pipeline loops up as module globals, and the loops do so with `forward_step` and `backward_step`;
-    so this sees every call, and what else wraps these functions too, if it is put in place last. `on_iteration(number,
+    Megatron looks up its pipeline loops as module globals, and the loops look up `forward_step` and `backward_step`. So
+    the decorators see every call, including other wrappers' work if they are installed last. `on_iteration(number,
     records)` is called after each training iteration, counted from 0. Evaluation is not recorded. Stock does not split
     backwards: kinds are "F" and "B" alone.
     """
@@ -49,7 +49,7 @@ class StockRecording:
             setattr(schedules, name, function)
 
     def undo(self) -> None:
-        """Put Megatron's functions back; does nothing the second time.
+        """Restore Megatron's functions; does nothing the second time.
 
         Raises RuntimeError, and changes nothing, if one of them has been replaced since.
         """
@@ -109,9 +109,10 @@ class StockRecording:
         return forward
 
     def _next_backward(self, _: dict[str, Any]) -> tuple[int, int]:
-        """The n-th backward mirrors the n-th forward: the same micro-batch, chunks counted from the last.
+        """Return micro-batch and chunk of the next backward: the n-th mirrors the n-th forward, with chunks from the
+        last.
 
-        That is how Megatron reads its schedule table backwards (`get_model_chunk_id` of the interleaved schedule).
+        Megatron reads its schedule table backwards in this way (`get_model_chunk_id` of the interleaved schedule).
         """
         chunk, micro_batch = self._forwards[self._backwards]
         self._backwards += 1
@@ -122,7 +123,8 @@ class StockRecording:
 def trace_stock(
     schedules: ModuleType, directory: Path | str, *, rank: int, stage: int, clock_offset_s: float = 0.0
 ) -> Iterator[None]:
-    """Within `with`, write what stock Megatron does on this rank to `directory`, as `--adaptra-trace-dir` does of ours.
+    """Trace stock Megatron's actions on this rank to `directory` within this context, as `--adaptra-trace-dir` traces
+    ours.
 
     `schedules` is `megatron.core.pipeline_parallel.schedules`; see StockRecording and TraceWriter.
     """

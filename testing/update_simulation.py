@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate replicas that compute gradients and hand them in, event by event: the reference for predicted paces."""
+"""Simulate replicas that compute gradients and report them, event by event: the reference for predicted paces."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ ComputeS = Callable[[int, int], float]
 
 
 class Made(NamedTuple):
-    """An update, or a late gradient that is given to another replica, and when that was."""
+    """An update, or the gift of a late gradient to another replica, with its time."""
 
     at_s: float
     event: Update | CatchUp
 
 
 def updates_of(replicas: int, mode: Mode, max_staleness: int, compute_s: ComputeS) -> Iterator[Made]:
-    """All from time 0 on, without end. What is sent takes no time. Raises ScheduleError for counts below 1."""
+    """Iterate over all updates from time 0 on, without end. Transfers take no time. Raises ScheduleError for counts
+    below 1.
+    """
     state = Updates(replicas, max_staleness)
     state.mode = mode
     numbers = [0] * replicas
@@ -47,7 +49,7 @@ def updates_of(replicas: int, mode: Mode, max_staleness: int, compute_s: Compute
 
 
 def simulated_pace(mode: Mode, max_staleness: int, compute_s: ComputeS) -> Pace:
-    """The mean over the same updates as `modes.pace`, which foretells it: over others it would be another."""
+    """Return the mean pace over the same updates as `modes.pace`, which predicts it."""
     count, last = mode.replicas, SETTLING + AVERAGED - 1
     mass, mass_read, given = 0.0, [0.0] * count, dict[int, list[float]]()
     begun_s = ended_s = gradients = staleness = 0.0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves activations and gradients between stages."""
+"""Move activations and gradients between stages."""

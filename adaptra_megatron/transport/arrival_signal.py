@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wakes the one thread that waits for any of several messages, whichever link and thread sees one of them arrive."""
+"""Wake the one thread that waits for several messages, whichever link and thread sees one of them arrive."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ class ArrivalSignal:
         self._rung = threading.Event()
 
     def arrived(self, key: MessageKey) -> None:
-        """Report that `key` has arrived and can be taken. Call it afterwards: a waiting thread looks only then."""
+        """Report that `key` has arrived. Call it after the message can be taken, since the waiting thread checks only
+        then.
+        """
         if key in self._listening:
             self._rung.set()
 
     def look_again(self) -> None:
-        """Wake a waiting thread, so that it sees a broken or aborted link at once."""
+        """Wake a waiting thread, so that it sees a failed or aborted link at once."""
         self._rung.set()
 
     def wait_for(
@@ -39,8 +41,8 @@ class ArrivalSignal:
     ) -> bool:
         """Return True once any of `keys` has arrived, False at `until_s` (time.monotonic).
 
-        `attend` is called before each sleep. It handles what a long wait calls for, returns when to be called next,
-        and raises where no message can come any more.
+        `attend` is called before each sleep. It handles long waits and returns when to call it next. It raises for a
+        message that cannot come any more.
         """
         self._listening = keys
         try:

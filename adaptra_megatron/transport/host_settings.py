@@ -39,11 +39,13 @@ class HostSettings:
     """CPUs for the delegate and the copying threads: those near this stage's GPU; empty: any."""
     slots: int = 16
     slot_nbytes: int = MEBIBYTE // 2
-    """Bytes of a slot; the ring holds slots * slot_nbytes. It should fit a cache, and be large enough for copies and
-    wire to overlap. Each slot wakes a thread at both ends: smaller ones cost throughput where cores are few."""
+    """Bytes of a slot; the ring holds slots * slot_nbytes. The ring should fit into a cache. Slots should be small
+    enough for copies and wire to overlap, but each slot wakes a thread at both ends: small ones cost throughput on few
+    cores.
+    """
     window_messages: int = 64
     window_nbytes: int = 256 * MEBIBYTE
-    """Most unacknowledged bytes of a sender; the receiver keeps as much that arrives before its receive."""
+    """Maximum unacknowledged bytes of a sender. The receiver keeps up to as much that arrives before its receive."""
     max_message_nbytes: int = 4096 * MEBIBYTE
     pooled_nbytes: int = 256 * MEBIBYTE
     """Bytes of unused memory of received messages that each link keeps for the next ones."""
@@ -52,6 +54,6 @@ class HostSettings:
     handshake_s: float = 5.0
     """Longest time for a connection and its authentication."""
     is_fault_tolerant: bool = False
-    """True: a failed rank ends its own links alone, since the others go on without it."""
+    """True: a failed rank ends its own links alone, since the others continue without it."""
     stall_s: float = 30.0
     """Longest pause in the middle of a frame before its connection is given up."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the two ranks that a link joins, and what messages and logs call them."""
+"""Name the two ranks at the ends of a link, for messages and logs."""
 
 from __future__ import annotations
 

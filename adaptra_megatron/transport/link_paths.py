@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two paths of a directed link, and when one is left for the other."""
+"""Define the two paths of a directed link, and when messages change from one to the other."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class PathSettings:
     preferred: Path = Path.DEVICE
     """Path used while it is healthy."""
     standby: bool = True
-    """True: keep the device path ready, by probes, while the host path is used. False: make it once the host path is
-    down."""
+    """True: keep the device path ready, by probes, while the host path is used. False: create it once the host path is
+    down.
+    """
     suspicion_s: float = 0.25
-    """Wait for a message of the device path after which the sender is asked whether it was sent."""
+    """Wait for a message of the device path after which the receiver asks whether it was sent."""
     stall_s: float = 0.75
     """Further time for a message that was sent, however small, before the device path counts as failed."""
     slow_nbytes_per_s: float = 100e6
@@ -50,9 +51,9 @@ class PathSettings:
     probe_pause_s: float = 0.05
     """Pause between two probes, once the device path has failed before."""
     probe_limit_s: float = 5.0
-    """How long a device session may take to come up and let the probes through, and one small probe later on."""
+    """Longest time for a device session to come up and pass its probes, and for one small probe later on."""
     measuring_probes: int = 3
-    """Number of probes in a burst that measures the path that is not in use."""
+    """Number of probes in a burst that measures the unused path."""
     first_rest_s: float = 0.5
     """Pause after the first failure of the device path; it doubles with each failure."""
     longest_rest_s: float = 60.0
@@ -62,27 +63,34 @@ class PathSettings:
 
 
 def why_down(died: str | None, latest: str) -> str:
-    """Return why a device path is down: why its last healthy session ended and, if different, why the latest attempt
-    failed."""
+    """Return why a device path is down: the end of its last healthy session and, if different, of the latest
+    attempt.
+    """
     return latest if died in (None, latest) else f"{died}; since then: {latest}"
 
 
 class TransferTimes:
-    """Time that a message may take on the device path before the path counts as failed, by the latest message's."""
+    """Time that a message may take on the device path before the path counts as failed, from the latest
+    message's time.
+    """
 
     def __init__(self, settings: PathSettings) -> None:
         self._settings = settings
         self._s_per_byte = 0.0
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """Record a lower bound of the latest message's time; 0 if the message had arrived before the wait for it.
-        Messages of at most PROBE_NBYTES are ignored."""
+        """Record a lower bound of the latest message's time; 0 if it had arrived before the wait for it.
+
+        Messages of at most PROBE_NBYTES are ignored.
+        """
         if nbytes > PROBE_NBYTES:
             self._s_per_byte = seconds / nbytes
 
     def allowed_s(self, nbytes: int) -> float:
-        """Return the seconds beyond `stall_s` for a message of `nbytes`: at `slow_nbytes_per_s`, or at half the latest
-        message's rate if that is slower; at most `longest_transfer_s`."""
+        """Return the seconds beyond `stall_s` for a message of `nbytes`, at most `longest_transfer_s`.
+
+        They are its time at `slow_nbytes_per_s`, or at half the latest message's rate if that is slower.
+        """
         s_per_byte = max(1.0 / self._settings.slow_nbytes_per_s, 2.0 * self._s_per_byte)
         return min(self._settings.longest_transfer_s, nbytes * s_per_byte)
 
@@ -92,11 +100,11 @@ class PathCounters:
     """Counters of one rank for one link."""
 
     path: Path
-    """Path of the next message to send."""
+    """Path of the next sent message."""
     sent_by_device: int
     sent_by_host: int
     switches: int
-    """Number of changes of path of sent messages."""
+    """Number of path changes of sent messages."""
     sessions_lost: int
     """Number of device sessions, of either direction, that failed after they had been made."""
     device_down: str | None = None

@@ -4,17 +4,17 @@
 Rules that each transport keeps, and that the executor relies on:
 
 1. A key names one message of the job, for good. Both ends derive it from the schedule; nothing negotiates it.
-2. Keys of one peer are posted by the receiver in the order in which the sender sends them. Paths that carry no key
-   (NCCL, gloo) match by order.
+2. A receiver posts the keys of one peer in the order in which the peer sends them. Paths that carry no key (NCCL, gloo)
+   match by order.
 3. Each message is delivered once and whole, or its `wait` raises. No message of an earlier attempt is delivered.
 4. Posting never waits for the peer. Exception: a message of unknown shape, whose header is read first.
 5. `wait` and `flush` return, or raise TransportError, by their deadline. No method waits without one.
-6. A failed peer or path raises TransportError in `wait`, `flush` and posting, on every message it concerns. The error
-   names this rank, the link, the key, the cause and whom to look at first. `abort` raises AbortedError instead.
+6. If a peer or path fails, `wait`, `flush` and posting raise TransportError for every affected message. The error names
+   this rank, the link, the key, the cause and the rank to examine first. After `abort` it is AbortedError instead.
 7. `close` returns in bounded time whatever has failed, and may be called twice.
 8. One thread, the training thread, calls everything but `abort`.
 
-Callers never learn which path carries a key: so a path may fail, or be changed, in the middle of an iteration.
+Callers never learn which path carries a key, so a path may fail or be changed in the middle of an iteration.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class MessageKey(NamedTuple):
         return self.spelled()
 
     def spelled(self, micro_batches: int | None = None) -> str:
-        """Return the key in words. `micro_batches`: of each replica, to name the replica; None: there is only one."""
+        """Return the key in words. `micro_batches`: of each replica, to name the replica; None: there is one
+        replica.
+        """
         replica, number = divmod(self.micro_batch, micro_batches) if micro_batches else (None, self.micro_batch)
         return (
             f"{self.direction.value} of micro-batch {number}{'' if replica is None else f' of replica {replica}'} "
@@ -73,7 +75,7 @@ class MessageKey(NamedTuple):
 class MessageTimes(NamedTuple):
     """Times of one message at this end, in seconds of the local monotonic clock.
 
-    `posted_s` of a receive that was posted after the message had been sent says nothing about the device path.
+    If a receive was posted after the message was sent, its `posted_s` is no measure of the device path.
     """
 
     key: MessageKey
@@ -129,8 +131,10 @@ class Transport(Protocol):
         """
 
     def can_poll(self, peer: int) -> bool:
-        """Return whether the CPU sees arrivals from `peer`, so that `ready` and `wait_any` work and no device queue
-        holds a pending transfer. May change at any time."""
+        """Return whether the CPU sees arrivals from `peer`. May change at any time.
+
+        If so, `ready` and `wait_any` work, and no device queue holds a pending transfer.
+        """
 
     def ready(self, key: MessageKey) -> bool:
         """Return whether `wait(key)` would return or raise at once."""
@@ -167,8 +171,8 @@ class Transport(Protocol):
 class TwoPathTransport(Protocol):
     """Interface of a transport whose links have a host path and mostly a device path, and can be opened at any time.
 
-    Two ranks each call `open_link`, in any order, and each `close_link` or `abort`, while other links carry
-    messages. A link that is opened again starts empty: no message of an earlier opening is delivered.
+    The two ranks of a link each call `open_link`, in any order, and each `close_link` or `abort`, while other links
+    carry messages. A link that is opened again starts empty: no message of an earlier opening is delivered.
     """
 
     rank: int
@@ -184,7 +188,7 @@ class TwoPathTransport(Protocol):
     def open_link(self, peer: int) -> None:
         """Begin to open a link, or reopen an aborted one. Returns at once; messages may be posted at once.
 
-        If the link is not up within the start's time limit, they raise TransportError.
+        If the link is not up within the initial links' time limit, they raise TransportError.
         """
 
     def wait_for_link(self, peer: int, deadline_s: float) -> None:
@@ -204,7 +208,7 @@ class TwoPathTransport(Protocol):
         """Open links, and make device sessions, in another generation from now on."""
 
     def report_failure(self, cause: str) -> None:
-        """Report to all peers, which pass it on, that this rank ends with an error. Returns at once."""
+        """Report to all peers that this rank ends with an error; they pass it on. Returns at once."""
 
     def link_counters(self) -> dict[int, LinkCounters]:
         """Return the counters of each link, by peer. Never waits."""
@@ -213,10 +217,10 @@ class TwoPathTransport(Protocol):
         """Prefer `path` for messages to `peer` while it is healthy; without a device path nothing changes."""
 
     def measure(self, peer: int) -> None:
-        """Begin to probe the path to `peer` that is not in use, by a burst of messages of the usual size.
+        """Begin to probe the unused path to `peer` by a burst of messages of the usual size.
 
-        `take_probes` returns the times later. Nothing happens while that path is down, on a link without a device
-        path, and before the first message. Never waits.
+        `take_probes` returns the times later. Nothing happens while that path is down, on a link without a device path,
+        and before the first message. Never waits.
         """
 
     def take_probes(self) -> list[ProbeTimes]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header that goes before a message whose shape its receiver cannot know."""
+"""Encode the header that precedes a message of unknown shape."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ WORTH_A_WARNING = 0.03
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m testing.demo.demo", allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="directory of the results")
     parser.add_argument(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows how the demonstration's trainings get on, from the lines that the last rank writes."""
+"""Show the progress of the demonstration's trainings, from the lines that the last rank writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration found: the summary for programs, the tables for people, and whether it holds."""
+"""Report the demonstration's results: summary for programs, tables for people, and whether it holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HalvesTime:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
-    """The two runs of `setup`: stock Megatron, and the same with --adaptra, compared with it bit for bit."""
+    """The two runs of `setup`: stock Megatron, and the same with --adaptra, compared bit for bit."""
 
     setup: DemoSetup
     stock: VariantReport

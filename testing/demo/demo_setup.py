@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration trains, on what emulated machine, and the least time that could take."""
+"""Set up the demonstration: model, emulated machine, and a lower bound of its iteration time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of an iteration: a row per stage, a bar per action, and the idle time between them.
+"""Draw an iteration: a row per stage, a bar per action, and the idle time between them.
 
 Needs matplotlib (`pip install 'adaptra-megatron[plot]'`), imported when a picture is drawn.
 """
@@ -57,11 +57,11 @@ class TimelineRun:
     """One iteration to draw."""
 
     title: str
-    """Name of what ran, such as "stock 1F1B"; the iteration's time is written beside it."""
+    """Name of the run, such as "stock 1F1B"; the iteration's time is written next to it."""
     records: Sequence[ActionRecord]
-    """The records of one iteration, one rank per stage."""
+    """Records of one iteration, with one rank per stage."""
     lower_bound_s: float | None = None
-    """Proven least time of the iteration, drawn as a dashed line."""
+    """Proven lower bound of the iteration's time, drawn as a dashed line."""
 
 
 def draw_timelines(runs: Sequence[TimelineRun], path: Path | str, *, title: str = "") -> Path:
@@ -105,7 +105,7 @@ def draw_timelines(runs: Sequence[TimelineRun], path: Path | str, *, title: str 
 
 
 def picture_size(stage_counts: Sequence[int]) -> tuple[int, int]:
-    """Width and height in pixels of a PNG with one run of each of these numbers of stages."""
+    """Return width and height in pixels of a PNG with one run for each number of stages."""
     return int(WIDTH_INCHES * DOTS_PER_INCH), int(_height_inches(stage_counts) * DOTS_PER_INCH)
 
 
@@ -123,7 +123,7 @@ def _stages(run: TimelineRun) -> int:
 
 
 def _draw_rows(axes: Axes, run: TimelineRun, stages: int, axis_end_s: float) -> None:
-    """Bars, numbers, stage names on the left and bubbles on the right. Stage 0 is the top row."""
+    """Draw bars, numbers, stage names on the left and bubbles on the right. Stage 0 is the top row."""
     origin_s, end_s = iteration_span_s(run.records)
     chunks = 1 + max(record.chunk for record in run.records)
     axes.set_xlim(0.0, axis_end_s)
@@ -168,7 +168,9 @@ def _draw_bars(
 def _draw_numbers(
     axes: Axes, records: Sequence[ActionRecord], origin_s: float, colour: str, points_per_second: float
 ) -> None:
-    """The micro-batch in each bar, all in the largest size in which most fit; none in a bar that is too short."""
+    """Write the micro-batch into each bar, in the largest size that fits most bars; none into bars that are
+    too short.
+    """
     if not records:
         return
     digits = max(len(str(record.micro_batch)) for record in records)
@@ -182,7 +184,7 @@ def _draw_numbers(
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Later chunks are lighter, so that the passes of an interleaved schedule can be told apart."""
+    """Return a lighter colour for later chunks, so that the passes of an interleaved schedule can be told apart."""
     from matplotlib.colors import to_rgb
 
     lighter = 0.45 * chunk / max(chunks - 1, 1)
@@ -191,7 +193,7 @@ def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
 
 
 def _draw_marks(axes: Axes, run: TimelineRun, axis_end_s: float) -> None:
-    """The makespan as a line, and the lower bound as a dashed one."""
+    """Draw the makespan as a line, and the lower bound as a dashed one."""
     axes.axvline(_duration_s(run), color=_TEXT_COLOUR, linewidth=1.4)
     if run.lower_bound_s is not None:
         axes.axvline(run.lower_bound_s, color=_BOUND_COLOUR, linewidth=1.4, linestyle=(0, (5, 3)))
@@ -228,7 +230,7 @@ def _draw_run_title(axes: Axes, run: TimelineRun, reference: TimelineRun) -> Non
 
 
 def _label_time_axes(all_axes: Sequence[Axes]) -> None:
-    """One scale for all: numbers under the last run only."""
+    """Use one time scale for all runs, with numbers under the last one only."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for axes in all_axes:

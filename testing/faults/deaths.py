@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die at a moment of a training, or of an admission of those that were started again, by SIGKILL; or stand
-still from then on, by SIGSTOP."""
+"""Make ranks fail at a given point of a training or of a rejoin: by SIGKILL, or stopped by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -35,8 +34,11 @@ FORM = (
 
 @dataclass(frozen=True)
 class Death:
-    """Failure of `rank` in iteration `iteration` (from 0): at the beginning of action number `action` (from 0, of
-    all F, B and W), or `after_s` seconds into the iteration, or once it has launched its first gradient reduction."""
+    """Failure of `rank` in iteration `iteration` (from 0).
+
+    It happens at the beginning of action number `action` (from 0, of all F, B and W), `after_s` seconds into the
+    iteration, or once the rank has launched its first gradient reduction.
+    """
 
     rank: int
     iteration: int

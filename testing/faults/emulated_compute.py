@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulated compute: forward, input gradient and weight gradient last a given time, whatever the machine.
+"""Emulate compute times: forward, input gradient and weight gradient last a given time on any machine.
 
-The real operation runs, on tensors small enough to be done sooner, and what is left of the time is slept. So the
+The real operation runs, on tensors small enough to finish sooner, and the thread sleeps for the rest of the time. So
 numbers stay those of the real model, to the bit, and many stages can be timed on few cores.
 """
 
@@ -47,11 +47,10 @@ class ComputeCounts:
 
 
 class _Pace:
-    """Keeps a late wake-up from delaying the next operation: an emulated device does not wait for a core of this
-    machine."""
+    """Keeps a late wake-up from delaying the next operation, since an emulated device needs no core of this machine."""
 
     _AT_ONCE_S = 0.0005
-    """Pause after an operation from which the next one counts as having waited for something else."""
+    """Pause between two operations above which the second one was waiting for something else."""
 
     def __init__(self) -> None:
         self._woke_s = float("-inf")
@@ -73,10 +72,10 @@ class _Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedCompute:
-    """Times of one stage's operations, per chunk; a single one counts for every chunk.
+    """Times of one stage's operations, per chunk; a single time applies to every chunk.
 
-    A call within another (our executor's step calls Megatron's) is part of the outer one, whose time alone counts. So
-    both may be decorated.
+    Both our executor's step and Megatron's, which it calls, may be decorated: a call within another is part of the
+    outer one, whose time alone counts.
     """
 
     forward_s: tuple[float, ...]
@@ -118,8 +117,10 @@ class EmulatedCompute:
         )
 
     def lasting(self, function: Function, seconds_of_call: SecondsOfCall) -> Function:
-        """Decorate `function` so that a call lasts `seconds_of_call(*args, **keywords)`, or as long as it does if
-        that is longer (counted as an overrun). Its result and its exceptions pass through."""
+        """Decorate `function`: a call lasts `seconds_of_call(*args, **keywords)`, or longer if it needs more time.
+
+        The latter counts as an overrun. Results and exceptions pass through.
+        """
 
         @functools.wraps(function)
         def decorated(*args: Any, **keywords: Any) -> Any:
@@ -150,7 +151,7 @@ class EmulatedCompute:
             counts.worst_overrun_s = max(counts.worst_overrun_s, real_s - emulated_s)
 
     def take_lateness_s(self) -> float:
-        """Return the worst lateness of an operation since the last call: the machine was busy."""
+        """Return the worst lateness of an operation since the last call, caused by a busy machine."""
         worst_s, self._pace.worst_late_s = self._pace.worst_late_s, 0.0
         return worst_s
 
@@ -242,11 +243,10 @@ def _argument_getter(function: Callable[..., Any], name: str, default: Any) -> C
 def parse_compute(
     text: str, *, stage: int, stages: int, slow_down: Callable[[], float] = lambda: 1.0, full_length: int | None = None
 ) -> EmulatedCompute:
-    """The times of `stage` in `--emulate-compute-ms`: "F,B,W" for all stages, or one triple per stage between
-    semicolons. Milliseconds. `slow_down`, `full_length`: see EmulatedCompute.
+    """Return the times of `stage` in `--emulate-compute-ms`: "F,B,W" for all stages, or one triple per stage with
+    semicolons.
 
-    Raises:
-        EmulationError: it is neither.
+    Times are milliseconds. `slow_down`, `full_length`: see EmulatedCompute. Raises EmulationError for anything else.
     """
     triples = [part.strip() for part in text.split(";")]
     if len(triples) not in (1, stages):

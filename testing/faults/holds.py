@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterations that wait for a file: a test makes it once it has seen what it looks for, and depends on no speed."""
+"""Make iterations wait for a file, which a test creates once it has seen its condition: no test depends on speed."""
 
 from __future__ import annotations
 

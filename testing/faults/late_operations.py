@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs beside the training thread and is late, as on a machine whose threads have to wait for a core: collectives,
-requests to the job's store, starts of threads, messages.
+"""Delay collectives, requests to the job's store, starts of threads, and messages, as on a machine with too few cores.
 
-Collectives that are late are begun late, in their groups' order, after those who launched them have gone on: what they
-write, they write late. By chance (seeded), or one of them on purpose; that is held back until the rank launches its
-successor in the groups of a later epoch, which is the worst moment at which it can write.
+A delayed collective begins late, in its group's order, after the thread that launched it has gone on: so it also writes
+late. Delays are random (seeded), or one operation is delayed on purpose. That one is held back until the rank launches
+its successor in a group of a later generation, the worst moment at which it can write.
 """
 
 from __future__ import annotations
@@ -77,8 +76,10 @@ class LateOperation:
 
 @dataclass(frozen=True)
 class LateArrival:
-    """Delay of the process of `rank` that was restarted `start` times: it is ready once others wait for it
-    (`deaths.Arrivals`), hence after their commit; or after `longest_s`."""
+    """Delay of the process of `rank` that was restarted `start` times.
+
+    It is ready once others wait for it (`deaths.Arrivals`), so after their commit; or after `longest_s`.
+    """
 
     rank: int
     start: int
@@ -119,8 +120,11 @@ def late_messages(late: Sequence[AnyLateness], stages: int) -> list[LinkFault]:
 
 
 class LateRank:
-    """Delays of one rank, active within its context. It must begin before process groups are made; the training
-    reports each iteration and each call of Megatron's schedules."""
+    """Delays of one rank, active within its context.
+
+    Enter it before process groups are created. The training reports each iteration and each call of Megatron's
+    schedules.
+    """
 
     def __init__(self, late: Sequence[AnyLateness], directory: Path, rank: int, world_size: int) -> None:
         """`directory`: of this run, with the counters; the same on all ranks."""
@@ -206,7 +210,7 @@ class LateRank:
         self._installed.close()
 
     def when_marked(self, act: Callable[[], object]) -> None:
-        """Call `act`, in another thread, once any rank has launched the delayed operation."""
+        """Register `act`, which another thread calls once any rank has launched the delayed operation."""
 
         def watch() -> None:
             while not self._mark.exists():
@@ -229,8 +233,10 @@ class LateRank:
         return made
 
     def hold(self, group: str, number: int, operation: str, others: Collection[int] = ()) -> Held | None:
-        """Return what delays an operation that is being launched; None to begin at once. `number`: of torch's group,
-        which differs between generations. `others`: the other ranks of the operation."""
+        """Return the delay of an operation that is being launched; None to begin at once.
+
+        `number`: of torch's group, which differs between generations. `others`: the other ranks of the operation.
+        """
         self.go_on()
         reduces, count = operation.startswith("allreduce"), self._reductions
         if reduces and group in self._held and self._held[group][0] != number:
@@ -359,14 +365,15 @@ class HeldOnPurpose(Held):
         idle_s: Callable[[], float],
         mark: Path,
     ) -> None:
-        """`longest_s`: limit of the idle time. `others_launched`: whether all other ranks have launched it.
-        `idle_s`: how long this rank has been idle. `mark`: file for the outcome."""
+        """`longest_s`: limit of the idle time. `others_launched`: whether all other ranks have launched the operation.
+        `idle_s`: how long this rank has been idle. `mark`: file for the outcome.
+        """
         super().__init__(longest_s)
         self._what, self._others_launched, self._idle_s, self._mark = what, others_launched, idle_s, mark
         self._ended = threading.Event()
 
     def wait(self) -> None:
-        """Wait as `Held.wait`. It counts as late once all others wait for this rank alone."""
+        """Wait as `Held.wait`. The operation counts as late once all others wait for this rank alone."""
         while not self._others_launched() and self._idle_s() < self._longest_s:
             time.sleep(_LOOKS_S)
         self._mark.write_text(f"{self._what}, is late\n")
@@ -430,7 +437,9 @@ class LateWork:
 
 class LateGroup:
     """A gloo group that delays some operations, and all later ones with them, since peers match operations by order.
-    Counts those in progress."""
+
+    It counts operations in progress.
+    """
 
     def __init__(self, native: Any, name: str, number: int, rank: LateRank, others: Collection[int]) -> None:
         """`name`: the same in all generations; `number`: of this group alone. `others`: its members but this rank."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many collectives of each rank are under way or late, in a file that all ranks map: what was struck by a death,
-and the proof that lateness was in force."""
+"""Count each rank's pending and late collectives in a file that all ranks map.
+
+It shows which operations a failure interrupted, and proves that delays were active.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class OperationBoard:
         return bool((found == zlib.crc32(operation.encode())).all())
 
     def note_death(self) -> None:
-        """Write down the state of all ranks as this process is about to fail."""
+        """Record the state of all ranks just before this process fails."""
         line = json.dumps({"rank": self._rank, UNDER_WAY: self.count(UNDER_WAY), LATE: self.count(LATE)})
         self._rows[self._rank, : len(PRESENT)] = 0
         file = os.open(self._directory / _DEATHS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that stand still for a moment, as in a garbage collection or while a checkpoint is written."""
+"""Make stages pause for a moment, as in a garbage collection or while a checkpoint is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decorators that keep what a busy machine does to a training away from its planner: it decides in time, for the times
-that are emulated. For tests of what is decided, and of what decisions do to the numbers."""
+"""Keep a busy machine from affecting the planner: it decides in time, and for the emulated durations.
+
+For tests of decisions, and of their effects on the numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ _LOOK_EVERY_S = 0.002
 
 
 def prompt_planner() -> Replaced:
-    """Decorator of `DecisionWriter.needed`: each iteration waits for the decision that follows from earlier
-    measurements, instead of continuing with the present plan.
+    """Decorate `DecisionWriter.needed`: each iteration waits for the decision that follows from earlier measurements.
 
-    Active until undone. Raises ExchangeError after DECIDES_WITHIN_S.
+    Without it the iteration would continue with the present plan. Active until undone. Raises ExchangeError after
+    DECIDES_WITHIN_S.
     """
     needed = DecisionWriter.needed
 
@@ -42,10 +44,10 @@ def prompt_planner() -> Replaced:
 
 
 def exact_times(compute: EmulatedCompute) -> Replaced:
-    """Decorator of `stage_measurement`: reports the durations that `compute` emulates, instead of measured ones.
+    """Decorate `stage_measurement`: it reports the durations that `compute` emulates, instead of measured ones.
 
-    Active until undone. Times of messages stay measured. Where replicas update apart, a gradient counts as one
-    backward of the first stage.
+    Active until undone. Times of messages stay measured. If replicas update apart, a gradient counts as one backward of
+    the first stage.
     """
     from adaptra_megatron.engine.measurement import measuring
     from adaptra_megatron.megatron import replica_updates

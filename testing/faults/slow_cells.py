@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells (stages of data-parallel replicas) whose emulated compute lasts longer for some iterations."""
+"""Lengthen the emulated compute of cells (stages of data-parallel replicas) for some iterations."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ class SlowCell:
 
 
 def parse_slow_cell(text: str) -> SlowCell:
-    """The cell that `--emulate-slow-cell` names.
-
-    Raises EmulationError for anything else, and for a factor that is not above 0.
-    """
+    """Parse `--emulate-slow-cell`. Raises EmulationError for anything else, and for a factor that is not above 0."""
     found = _PATTERN.fullmatch(text)
     factor = float(found[3]) if found and found[3].count(".") < 2 and found[3] != "." else 0.0
     if found is None or factor <= 0:

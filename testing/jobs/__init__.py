@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of a job on this machine, and compares trainings."""
+"""Start the ranks of a job on this machine, and compare trainings."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job on this machine whose ranks may die while the others go on, as under `adaptra launch --no-kill`.
+"""Run a job on this machine whose ranks may fail while the others continue, as under `adaptra launch --no-kill`.
 
-The store and the launcher's coordinator are this process's; ranks are forked, which starts a job in a fraction of the
-time that the launcher's processes take.
+This process serves the store and runs the launcher's coordinator. Ranks are forked, which starts a job in a fraction of
+the time that the launcher's processes take.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _STORE_S, _TICK_S, _CLOSES_S = 60.0, 0.05, 2.0
 
 
 class Host:
-    """The job's only host, in the role of its launcher: reports the ends of ranks to the coordinator and applies its
-    decisions."""
+    """The job's only host, as its launcher: reports endings of ranks to the coordinator and applies its decisions."""
 
     def __init__(self, world_size: int, *, restarts: int = 0, store: TCPStore | None = None) -> None:
         """`restarts`: how often a failed rank is restarted. `store`: client of an external store; None: this process
@@ -60,8 +59,9 @@ class Host:
         return self._report.endings
 
     def ended(self, rank: int, status: int) -> Mapping[str, str] | None:
-        """Report the end of `rank`, a failure unless `status` is 0. Return the environment of its replacement; None:
-        there is none."""
+        """Report the end of `rank`, a failure unless `status` is 0; return the environment of its replacement,
+        or None.
+        """
         with self._lock:
             start = self._starts(rank)
             ending = RankEnding(rank, 0, status, time.time(), "", start=start)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that imports torch and Megatron once and forks the ranks of job after job.
 
-Importing them takes seconds of CPU per rank, forking takes milliseconds. The server never starts a thread, nor joins
-a process group, so what is forked is clean; it refuses to fork once it has threads.
+Importing them takes seconds of CPU per rank, forking takes milliseconds. The server never starts a thread nor joins a
+process group, so forked processes are clean; it refuses to fork once it has threads.
 
-Messages are JSON lines over a Unix socket. Launcher to server: `{"argv", "environments", "logs", "directory"}`, one
-environment and log file per rank. Server to launcher: `{"ready": true}`, `{"pids": [...]}` and, as ranks end,
-`{"pid", "returncode"}`. The end of the socket ends the server, its ranks and what these have started.
+Messages are JSON lines over a unix socket. Launcher to server: `{"argv", "environments", "logs", "directory"}`, one
+environment and log file per rank. Server to launcher: `{"ready": true}`, `{"pids": [...]}` and, as ranks end, `{"pid",
+"returncode"}`. The end of the socket ends the server, its ranks and their child processes.
 
-`multiprocessing`'s fork server does the same in 120 lines for 240 and as fast (0.23 s per job of 2 ranks), but it kills
-no process groups: what ranks have started survives a launcher that is killed. It also ignores modules that it fails to
-preload, and runs the launcher's main module in every rank unless that is hidden from it.
+`multiprocessing`'s fork server does the same in 120 lines instead of 240 and as fast (0.23 s per job of 2 ranks). But
+it kills no process groups: child processes of ranks survive a launcher that is killed. It also ignores modules that it
+fails to preload, and runs the launcher's main module in every rank unless that is hidden from it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class ForkServer:
     """Launcher's side of the fork server: starts it at construction, ends it at `close()`. Also a context manager."""
 
     def __init__(self) -> None:
-        """Start the server; it is ready to fork when the first job has been sent to it.
+        """Start the server. It is ready to fork when the first job has been sent to it.
 
-        Raises:
-            OSError: no process or socket can be made.
+        Raises OSError if no process or socket can be created.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -72,10 +71,9 @@ class ForkServer:
         self._returncodes: dict[int, int] = {}
 
     def start(self, argv: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Sequence[Path]) -> list[int]:
-        """Fork one rank per environment, its output going to its log. Returns their process ids.
+        """Fork one rank per environment, with its output in its log. Returns the process ids.
 
-        Raises:
-            ForkServerError: the server is gone, or not ready within 120 s.
+        Raises ForkServerError if the server has ended, or is not ready within 120 s.
         """
         if not self._ready:
             self._receive()
@@ -104,7 +102,7 @@ class ForkServer:
         return self._returncodes.get(pid)
 
     def close(self) -> None:
-        """End the server and the ranks that still run. A second call does nothing."""
+        """End the server and its running ranks. A second call does nothing."""
         self._socket.close()
         try:
             self._process.wait(timeout=10)

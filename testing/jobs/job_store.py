@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of a job in a process of its own, as torchrun's agent serves it: it can be stopped, or die, alone."""
+"""Serve a job's store in a process of its own, as torchrun's agent does: it can be stopped, or fail, alone."""
 
 from __future__ import annotations
 

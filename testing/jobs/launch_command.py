@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a job on this machine, watches them and cleans up after them.
+"""Start the processes of a job on this machine, watch them and clean up after them.
 
     python -m testing.jobs.launch_command --nproc 4 scripts/train_gpt.py ARGUMENTS...
 
@@ -18,7 +18,7 @@ from testing.jobs.fork_server import ForkServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m testing.jobs.launch_command", allow_abbrev=False)
     parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="time limit of the job (default: 3600)")

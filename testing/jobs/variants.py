@@ -39,9 +39,9 @@ class Variant:
     argv: tuple[str, ...]
     like: str | None = None
     nearly: bool = False
-    """True if its results need only be close to those of `like`: sums are associated differently."""
+    """True if its results need only be close to those of `like`, as sums are added in another order."""
     plan_to: str | None = None
-    """File for the schedule of its last iteration, for a later variant to run."""
+    """File that gets the schedule of its last iteration, for a later variant to run."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class VariantReport:
     differences: list[str] = field(default_factory=list)
     """Up to 5 lines for each rank that is not bitwise equal to `like`; empty if all are."""
     distances: dict[str, float] = field(default_factory=dict)
-    """If it need only be close to `like`: relative norm of the differences, by sort of number, on the worst rank."""
+    """Relative norm of the differences to `like`, by kind of number, on the worst rank; if it need only be close."""
     fingerprints: list[str] = field(default_factory=list)
     """Digest of each rank's parameters, bitwise."""
     losses: list[float] = field(default_factory=list)
@@ -96,15 +96,9 @@ def run_variants(
 ) -> list[VariantReport]:
     """Train all variants in one set of `world_size` processes, in order.
 
-    Args:
-        timeout_s: for all of them together.
-        server: fork the ranks from it.
-        directory: gets the logs and the report; default: a temporary one.
-        env: added to the ranks' environment.
-
-    Raises:
-        LaunchError: a rank failed (in whichever variant: its log says), or time ran out.
-        ValueError: names are not unique, or `like` names no earlier variant.
+    `timeout_s`: for all of them together. `server`: fork the ranks from it. `directory`: for logs and report; None: a
+    temporary one. `env`: added to the ranks' environment. Raises LaunchError if a rank failed (its log tells in which
+    variant) or time ran out, ValueError if names are not unique or `like` names no earlier variant.
     """
     names = [variant.name for variant in variants]
     if len(set(names)) != len(names):
@@ -149,7 +143,7 @@ def check_equal(reports: Sequence[VariantReport]) -> None:
 
 
 def _main(argv: Sequence[str]) -> None:
-    """In a rank: train the variants of the file `argv[0]`; rank 0 writes the reports to `argv[1]`."""
+    """Train the variants of the file `argv[0]` on one rank; rank 0 writes the reports to `argv[1]`."""
     import logging
 
     from testing.megatron.megatron_on_cpu import install

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron on CPUs."""
+"""Run Megatron on CPUs."""

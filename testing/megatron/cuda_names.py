@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of torch names that stand between Megatron-core 0.16.1 and a CPU-only torch, with what replaces them.
+"""List the torch names that keep Megatron-core 0.16.1 from running on a CPU-only torch, with their replacements.
 
-`megatron_on_cpu.install()` applies it. Nothing of Megatron itself is replaced, but for one name that Megatron
-forgets to define without Transformer Engine (`megatron_names`).
+`megatron_on_cpu.install()` applies the table. Nothing of Megatron itself is replaced, except one name that Megatron
+fails to define without Transformer Engine (`megatron_names`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ TENSOR_FACTORIES = (
 
 
 class CpuEvent:
-    """A CUDA event on the CPU, where work is done when the call returns: always complete."""
+    """A CUDA event on the CPU, where work is complete when the call returns: always reached."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> None:
-        """Do nothing: work is done."""
+        """Do nothing: work is complete."""
 
     def wait(self, stream: Any = None) -> None:
-        """Do nothing: work is done."""
+        """Do nothing: work is complete."""
 
     def synchronize(self) -> None:
-        """Do nothing: work is done."""
+        """Do nothing: work is complete."""
 
     def query(self) -> bool:
-        """Return True: work is done."""
+        """Return True: work is complete."""
         return True
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
@@ -54,15 +54,15 @@ class CpuEvent:
 
 
 class CpuStream(CpuEvent):
-    """A CUDA stream on the CPU, where work is done when the call returns."""
+    """A CUDA stream on the CPU, where work is complete when the call returns."""
 
     device = CPU
 
     def wait_event(self, event: Any) -> None:
-        """Do nothing: work is done."""
+        """Do nothing: work is complete."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Do nothing: work is done."""
+        """Do nothing: work is complete."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         """Return a complete event."""
@@ -76,7 +76,7 @@ class CpuStream(CpuEvent):
 
 
 class CpuGenerators:
-    """`torch.cuda.default_generators` where every device's generator is the CPU's."""
+    """`torch.cuda.default_generators` in which every device has the CPU's generator."""
 
     def __getitem__(self, device: Any) -> torch.Generator:
         return torch.default_generator
@@ -209,11 +209,11 @@ class _OneWorker(type):
 
 
 class OneWorkerGloo(metaclass=_OneWorker):
-    """`ProcessGroupGloo` with one worker thread: the two that a group has by default write the name of the last
-    collective without a lock, and free the same string twice when they end coalesced all-gathers at the same time
-    (torch 2.13, `ProcessGroupGloo::runLoop`: docs/upstream/torch_gloo_double_free.md).
+    """`ProcessGroupGloo` with one worker thread, so that collectives of a group run one after the other, in order.
 
-    Collectives of one group run one after the other then, in the order in which they were called.
+    With the default two threads, both write the name of the last collective without a lock. They free the same string
+    twice when coalesced all-gathers end at the same time (torch 2.13, `ProcessGroupGloo::runLoop`:
+    docs/upstream/torch_gloo_double_free.md).
     """
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the actions of a training by megatron.training times of their own, longer at some cells, and has ranks die."""
+"""Emulate the durations of actions in a training by megatron.training, longer at some cells, and make ranks fail."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from testing.replacing import Replaced, Replacement
 
 @contextlib.contextmanager
 def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False) -> Iterator[None]:
-    """Have each forward_step and backward_step last as `times_ms` say meanwhile: "F,B,W", as --emulate-compute-ms of
-    `train_gpt.py` for all stages alike. `slow_cells`: see `parse_slow_cell`. `exact`: measured times are those, too.
+    """Make each forward_step and backward_step last as `times_ms` say within this context.
 
-    Where a backward is split, its input gradient lasts as long as both parts, and its weight gradient as long as it
-    does. Raises EmulationError for what cannot be read.
+    `times_ms`: "F,B,W" for all stages, as --emulate-compute-ms of `train_gpt.py`. `slow_cells`: see `parse_slow_cell`.
+    `exact`: whether these are also the measured times. In a split backward the input gradient lasts as long as both
+    parts, and the weight gradient as long as it really takes. Raises EmulationError for invalid arguments.
     """
     cells = [parse_slow_cell(text) for text in slow_cells]
 
@@ -50,8 +50,10 @@ def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False
 
 @contextlib.contextmanager
 def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
-    """Make ranks fail within the context, each once. `deaths`: see `parse_death`; those at an action have no effect.
-    `back`: see `Arrivals`."""
+    """Make ranks fail within this context, each once. `deaths`: see `parse_death`; those at an action have no effect.
+
+    `back`: see `Arrivals`.
+    """
     if os.environ.get(START_VARIABLE):
         yield
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches a training by megatron.training and writes what it came to, to the bit, as `train_gpt.py --dump-state`."""
+"""Record the exact results of a training by megatron.training, as `train_gpt.py --dump-state` does."""
 
 from __future__ import annotations
 

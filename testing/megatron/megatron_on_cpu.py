@@ -39,7 +39,7 @@ class MegatronOnCpuError(RuntimeError):
 class MegatronOnCpu:
     """Megatron-core running on the CPU, until `undo()`. Also a context manager.
 
-    Tensors made and modules imported meanwhile stay usable after `undo()`, Megatron's do not: they need the stand-ins.
+    Tensors and modules created meanwhile stay usable after `undo()`; Megatron's functions need the replacements.
     """
 
     def __init__(self, *, threads: int | None, with_fused_weight_gradient: bool) -> None:
@@ -89,13 +89,10 @@ class MegatronOnCpu:
 def cpu_megatron(*, threads: int | None = 1, with_fused_weight_gradient: bool = False) -> MegatronOnCpu:
     """Make Megatron-core importable and runnable on the CPU, until the result's `undo()` or the end of its `with`.
 
-    Args:
-        threads: torch's threads in this process (several ranks share the machine's cores); None leaves them.
-        with_fused_weight_gradient: also provide a stand-in of apex's fused weight-gradient kernels, so that
-            gradient_accumulation_fusion can be tested.
-
-    Raises:
-        MegatronOnCpuError: CUDA is there, Megatron was imported earlier without the stand-ins, or they are in force.
+    `threads`: torch's threads in this process (several ranks share the machine's cores); None leaves them.
+    `with_fused_weight_gradient`: also provide a replacement of apex's fused weight-gradient kernels, to test
+    gradient_accumulation_fusion. Raises MegatronOnCpuError if CUDA is there, Megatron was imported earlier without the
+    replacements, or they are active.
     """
     if torch.cuda.is_available():
         raise MegatronOnCpuError("this machine has CUDA: run Megatron on it as it is, without --emulate-cpu")
@@ -111,8 +108,9 @@ def cpu_megatron(*, threads: int | None = 1, with_fused_weight_gradient: bool = 
 
 
 def install(*, threads: int | None = 1, with_fused_weight_gradient: bool = False) -> MegatronOnCpu:
-    """`cpu_megatron()`, but returns the installation in force when there is one (in a process forked from a
-    preloaded parent, say). Raises as it does."""
+    """Do as `cpu_megatron()`, but return the active installation if there is one, as in a process forked from a
+    preloaded parent. Raises as it does.
+    """
     if is_installed():
         found: MegatronOnCpu = getattr(torch.cuda._lazy_init, _MARK)
         if with_fused_weight_gradient and not found._fused:
@@ -122,7 +120,7 @@ def install(*, threads: int | None = 1, with_fused_weight_gradient: bool = False
 
 
 def is_installed() -> bool:
-    """Return whether the stand-ins are in force in this process."""
+    """Return whether the replacements are active in this process."""
     return hasattr(torch.cuda._lazy_init, _MARK)
 
 
@@ -149,7 +147,7 @@ def megatron_names() -> list[Replacement]:
 
 
 def _with_channels(stock: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of Megatron's own attention for values of other width than keys."""
+    """Wrap the constructor of Megatron's own attention, for values of another width than keys."""
 
     @functools.wraps(stock)
     def construct(
@@ -163,7 +161,7 @@ def _with_channels(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def fused_weight_gradient_module() -> ModuleType:
-    """Stand-in of apex's CUDA extension: `main_grad += grad_output.T @ input`, in plain torch."""
+    """Return a replacement of apex's CUDA extension in plain torch: `main_grad += grad_output.T @ input`."""
 
     def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.add_(grad_output.t().matmul(total_input))
@@ -175,7 +173,9 @@ def fused_weight_gradient_module() -> ModuleType:
 
 
 class _WithoutRngWarning(logging.Filter):
-    """Megatron warns when the CPU's RNG state changed within a fork of CUDA's; here they are one generator."""
+    """Drops Megatron's warning that the CPU's RNG state changed within a fork of CUDA's: here they are one
+    generator.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed" not in record.getMessage()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What breaks when in a fault campaign: a seeded list, the same for the driver outside and the ranks inside.
+"""Plan the faults of a fault campaign: a seeded list, the same for the driver outside and the ranks inside.
 
-Faults are placed by training iteration, not by time: on a slow machine the campaign takes longer, and strikes the same.
+Faults are placed by training iteration, not by time: on a slow machine the campaign takes longer, with the same faults.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Campaign:
     path_faults: int = 60
     """Device-path failures: a third each silence, failing sends, failing receives."""
     flaps: int = 1000
-    """Least number of changes of a directed link's path."""
+    """Minimum number of path changes of a directed link."""
     spacing: int = 6
     """Mean number of iterations between two faults."""
     longest_recovery_s: float = LONGEST_RECOVERY_S
@@ -153,11 +153,10 @@ class Fault:
 def make_plan(
     seed: str, stages: int, counts: Mapping[Kind, int], spacing: int, long_stop_s: float = LONG_STOP_S
 ) -> tuple[Fault, ...]:
-    """Make a plan with the given number of faults of each kind, in random order, at random stages of a pipeline
-    without wrap-around.
+    """Return a plan with the given number of faults of each kind, in random order, at random stages of a pipeline.
 
-    A store that is to be killed is killed first: all other faults happen without it. `spacing`: mean number of
-    iterations between faults. `long_stop_s`: duration of STOP_RANK_LONG.
+    The pipeline has no wrap-around. A store that is to be killed is killed first: all other faults happen without it.
+    `spacing`: mean number of iterations between faults. `long_stop_s`: duration of STOP_RANK_LONG.
     """
     randomness = random.Random(seed)
     lasts_s = {**_LASTS_S, Kind.STOP_RANK_LONG: (long_stop_s, long_stop_s)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the training of a fault campaign is: ranks write it, the driver beside the job reads it. No torch here."""
+"""Share the progress of a fault campaign's training: ranks write it, the driver outside reads it. No torch here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
         _ENTRY.pack_into(self._map, stage * _ENTRY.size, os.getpid(), iteration)
 
     def process_id(self, stage: int) -> int:
-        """Process id of `stage`; 0 until it has begun its first iteration."""
+        """Return the process id of `stage`; 0 until it has begun its first iteration."""
         pid: int = _ENTRY.unpack_from(self._map, stage * _ENTRY.size)[0]
         return pid
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fault campaign inside a rank: breaks device paths at the planned points, tells the driver where training is, and
-records when messages arrived and what the rank holds before and after.
+"""Run a fault campaign inside a rank.
 
-Around real objects only: `DualLink.post_send`, `DualLink.wait` and what `PathFaults` decorates.
+It breaks device paths at the planned points, reports progress to the driver, and records when messages arrived and
+which resources the rank holds before and after. It only decorates real objects: `DualLink.post_send`, `DualLink.wait`
+and those of `PathFaults`.
 """
 
 from __future__ import annotations
@@ -118,9 +119,9 @@ class SoakRank:
 
 
 def held_soon(before: Mapping[str, int]) -> dict[str, int]:
-    """Return the resources this process holds once they are no more than `before`, or after 5 s.
+    """Return this process's resources once there are no more than `before`, or after 5 s.
 
-    Rank 0 serves the job's store: what it holds for other ranks' clients is released when those have closed them.
+    Rank 0 serves the job's store: its resources for other ranks' clients are released when those have closed them.
     """
     until_s = time.monotonic() + 5.0
     while any((now := held())[name] > before[name] for name in before) and time.monotonic() < until_s:

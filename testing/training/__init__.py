@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small trainings that tests, campaigns and the demo run."""
+"""Small trainings for tests, campaigns and the demonstration."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's distributed checkpoints: model, optimizer, schedule of the learning rate, random state, iteration."""
+"""Write and read Megatron's distributed checkpoints: model, optimizer, learning-rate schedule, random state,
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,7 @@ def _rng_state() -> dict[str, Any]:
 def save_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any, iteration: int) -> None:
     """Write `iter_NNNNNNN` under --save, then name it as the latest. Collective.
 
-    Raises:
-        OSError: the directory cannot be written. The latest checkpoint stays the one before.
+    Raises OSError if the directory cannot be written; the latest checkpoint then stays the previous one.
     """
     directory = Path(args.save) / f"iter_{iteration:07d}"
     if dist.get_rank() == 0:
@@ -75,12 +76,9 @@ def save_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, 
 
 
 def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> int:
-    """Read the latest checkpoint under --load. Returns the number of iterations it was trained for. Collective.
+    """Read the latest checkpoint under --load; return the number of iterations it was trained for. Collective.
 
-    The layout (ranks, stages, chunks) must be that of the run that saved.
-
-    Raises:
-        CheckpointError: there is none.
+    The layout (ranks, stages, chunks) must be that of the run that saved. Raises CheckpointError if there is none.
     """
     latest = Path(args.load) / LATEST
     if not latest.is_file():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is emulated around a training: how long compute lasts, and what goes wrong when."""
+"""Emulate conditions of a training: compute times, and faults at given points."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class Conditions:
     def __init__(
         self, args: argparse.Namespace, world_size: int, stack: contextlib.ExitStack, late: LateRank | None = None
     ) -> None:
-        """`late`: delays of this rank. Raises TrainingArgumentsError, and what the parts raise for invalid settings."""
+        """Set up the conditions. `late`: delays of this rank.
+
+        Raises TrainingArgumentsError for arguments that do not fit, and the errors of each fault's parser.
+        """
         self._stages = args.pipeline_model_parallel_size
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         story = (

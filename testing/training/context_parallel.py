@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over sequences that are spread over ranks, for Megatron's local layers.
 
-Megatron's native attention refuses context parallelism, which Transformer Engine's has. Here the keys and values of all
-parts of the sequence are gathered, as Transformer Engine's `cp_comm_type="all_gather"` does, and Megatron's native
-attention computes what this rank's queries see of them.
+Megatron's native attention refuses context parallelism, which Transformer Engine's supports. Here the keys and values
+of all parts of the sequence are gathered, as Transformer Engine's `cp_comm_type="all_gather"` does. Megatron's native
+attention then computes the result of this rank's queries.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class GatheringAttention(DotProductAttention):  # type: ignore[misc]
     ) -> torch.Tensor:
         """`query`, `key`, `value`: [sequence / context-parallel size, micro-batch, heads, features].
 
-        Returns [sequence / context-parallel size, micro-batch, heads * features]. `attention_mask` is that of the whole
-        sequence, which is causal, and not used.
+        Returns [sequence / context-parallel size, micro-batch, heads * features]. `attention_mask`, of the whole
+        sequence, is not used: the mask is causal.
         """
         size = self._group.size()
         positions = [_positions(query.size(0) * size, rank, size, query.device) for rank in range(size)]
@@ -47,10 +47,10 @@ class GatheringAttention(DotProductAttention):  # type: ignore[misc]
 
 
 def _positions(length: int, rank: int, size: int, device: Any = None) -> torch.Tensor:
-    """Return the positions that `rank` of `size` holds of a sequence, [length / size], int64.
+    """Return the positions of a sequence that `rank` of `size` holds, [length / size], int64.
 
-    As `megatron.core.utils.get_batch_on_this_cp_rank`: of 2 * size parts one from the front and one from the back,
-    so that causal masks leave all ranks the same work.
+    As `megatron.core.utils.get_batch_on_this_cp_rank`: of 2 * size parts one from the front and one from the back, so
+    that causal masks give all ranks the same work.
     """
     parts = torch.arange(length, device=device).view(2 * size, -1)
     return torch.cat([parts[rank], parts[2 * size - 1 - rank]])

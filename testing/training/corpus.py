@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus that every machine has: Python's standard library, byte by byte, as a Megatron indexed dataset."""
+"""Build a corpus that every machine has: Python's standard library, byte by byte, as a Megatron indexed dataset."""
 
 from __future__ import annotations
 
@@ -54,15 +54,9 @@ def standard_library_sources(limit_nbytes: int) -> list[Path]:
 def write_corpus(prefix: str | Path, *, limit_nbytes: int = 4_000_000, sources: list[Path] | None = None) -> int:
     """Write `<prefix>.bin` and `<prefix>.idx` (uint16 tokens, one document per file). Returns the number of tokens.
 
-    Needs megatron.core to be importable (on a machine without CUDA: under `cpu_megatron()`).
-
-    Args:
-        limit_nbytes: bytes of text taken at most.
-        sources: files to take instead of the standard library's.
-
-    Raises:
-        ValueError: there is no text.
-        OSError: a file cannot be read or written.
+    Needs megatron.core to be importable (on a machine without CUDA: under `cpu_megatron()`). `limit_nbytes`: maximum
+    bytes of text. `sources`: files to use instead of the standard library's. Raises ValueError if there is no text,
+    OSError if a file cannot be read or written.
     """
     builder_module: Any = __import__("megatron.core.datasets.indexed_dataset", fromlist=["IndexedDatasetBuilder"])
     paths = standard_library_sources(limit_nbytes) if sources is None else sources

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a training or evaluation run, the same on every rank that asks for the same ones."""
+"""Provide batches for training and evaluation, reproducible on every rank."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ class MemorisedSequences:
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Sequences, Sequences]:
-    """Training and validation samples, enough for the whole run. Collective: every rank must call it.
+    """Return training and validation samples, enough for the whole run. Collective: every rank must call it.
 
-    Raises:
-        DataError: a part of --split holds no document, or none is for validation although evaluation is asked for.
+    Raises DataError if a part of --split has no document, or the validation part is missing although evaluation is on.
     """
     training_samples = args.train_iters * args.global_batch_size
     evaluations = args.train_iters // args.eval_interval + 1 if args.eval_iters else 0
@@ -115,11 +114,11 @@ def micro_batches(
     device: Any,
     cut: bool = False,
 ) -> Iterator[Batch]:
-    """Micro-batches of this data-parallel rank from sample `consumed_samples` on, in Megatron's sequential order.
+    """Iterate over micro-batches of this data-parallel rank from sample `consumed_samples` on, in Megatron's order.
 
-    Each tensor is [micro_batch_size, seq_length]; with `cut` no longer than the part of the longest sequence that has
-    a loss. Ends when no full micro-batch for all data-parallel ranks is left. It says what other data-parallel ranks
-    read, too, and with `cut` how much that is.
+    Each tensor is [micro_batch_size, seq_length]; with `cut` no longer than the part of the longest sequence that has a
+    loss. Ends when no full micro-batch for all data-parallel ranks is left. The iterator also returns the micro-batches
+    of other data-parallel ranks and, with `cut`, their lengths.
     """
     step = micro_batch_size * data_parallel_size
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients whose sums are exact, and so the same to the bit in whatever order micro-batches and ranks add them up.
+"""Make sums of gradients exact, so that they are equal to the bit in any order of micro-batches and ranks.
 
-Float addition depends on its order, and a training that goes on without a dead rank adds up in another. Here each
-micro-batch's gradient is rounded, before it is accumulated, to a multiple of `STEP`: as long as no sum has more than 24
-bits of them, each addition is exact. So a training with deaths is compared with one without them by equality, whatever
-the size of the model.
+Float addition depends on its order, and a training that continues without a failed rank adds in another order. Here
+each micro-batch's gradient is rounded, before it is accumulated, to a multiple of `STEP`. As long as no sum needs more
+than 24 bits, each addition is exact. So a training with failures can be compared by equality with one without them, at
+any model size.
 """
 
 from __future__ import annotations

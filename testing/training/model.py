@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT that is trained: Megatron's configuration, model chunks, optimizer and schedule of the learning rate."""
+"""Build the trained GPT: Megatron's configuration, model chunks, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from testing.training.corpus import VOCABULARY
 class TorchNorm:
     """torch's LayerNorm or RMSNorm for Megatron's local layers, with sequence parallelism.
 
-    Megatron's own wrapper of these refuses sequence_parallel. All it takes is to mark the parameters, so that
-    finalize_model_grads sums their gradients over the tensor-parallel ranks, each of which saw its part of the
-    sequence.
+    Megatron's own wrapper of these refuses sequence_parallel. It suffices to mark the parameters: finalize_model_grads
+    then sums their gradients over the tensor-parallel ranks, each of which has seen its part of the sequence.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
@@ -43,7 +42,7 @@ class TorchNorm:
 
 
 def build_config(args: argparse.Namespace) -> TransformerConfig:
-    """Megatron's configuration of the model in `args` (checked by `arguments.check_arguments`)."""
+    """Return Megatron's configuration of the model in `args` (checked by `training_arguments.check_arguments`)."""
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     overlap_p2p = interleaved and args.overlap_p2p_comm
@@ -95,9 +94,9 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def fuses_weight_gradient(args: argparse.Namespace) -> bool:
-    """Return whether weight gradients are accumulated by apex's extension or, on the CPU, by its stand-in.
+    """Return whether weight gradients are accumulated by apex's extension or, on the CPU, by its replacement.
 
-    On the CPU only on request: a preloaded process has the stand-in and a plain one has not, and results must not
+    On the CPU only on request: a preloaded process has the replacement and a plain one does not, and results must not
     depend on that.
     """
     if not args.gradient_accumulation_fusion:
@@ -108,7 +107,7 @@ def fuses_weight_gradient(args: argparse.Namespace) -> bool:
 
 
 def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """This stage's model chunks, wrapped for data parallelism, and the hooks that the schedule calls, in `config`."""
+    """Return this stage's model chunks, wrapped for data parallelism; set the schedule's hooks in `config`."""
     chunks = args.virtual_pipeline_model_parallel_size
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.bf16,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed and Megatron's process groups for a sequence of trainings in one set of processes."""
+"""Set up torch.distributed and Megatron's process groups for a sequence of trainings in one set of processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from megatron.core import parallel_state, tensor_parallel
 
 def join_job(args: argparse.Namespace) -> int:
     """Initialise torch.distributed from the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) unless it is
-    already. Returns the number of processes.
+    already.
 
-    Raises:
-        ValueError: the environment lacks a variable.
-        torch.distributed.DistError: the other processes did not come within --distributed-timeout-minutes.
+    Returns the number of processes. Raises ValueError if the environment lacks a variable, torch.distributed.DistError
+    if the other processes do not come within --distributed-timeout-minutes.
     """
     if not dist.is_initialized():
         if torch.cuda.is_available():
@@ -30,7 +29,7 @@ def join_job(args: argparse.Namespace) -> int:
 
 
 def set_up_groups(args: argparse.Namespace) -> None:
-    """Megatron's process groups for the layout in `args`, replacing those of another layout. Collective."""
+    """Create Megatron's process groups for the layout in `args`, replacing those of another layout. Collective."""
     layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     chunks = args.virtual_pipeline_model_parallel_size
     if parallel_state.model_parallel_is_initialized():
@@ -65,12 +64,14 @@ def seed_everything(seed: int) -> None:
 
 
 def stage_of_rank(rank: int, *, world_size: int, stages: int) -> int:
-    """Pipeline stage of a global rank in Megatron's default order (tp-cp-ep-dp-pp: the pipeline is outermost)."""
+    """Return the pipeline stage of a global rank in Megatron's default order (tp-cp-ep-dp-pp: the pipeline is
+    outermost).
+    """
     return rank // (world_size // stages)
 
 
 def leave_job() -> None:
-    """Tear process groups down; a no-op where there are none. Collective."""
+    """Destroy all process groups; a no-op if there are none. Collective."""
     if parallel_state.model_parallel_is_initialized():
         dist.barrier()
         parallel_state.destroy_model_parallel()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training job of `scripts/train_gpt.py`: a GPT on megatron.core, in Megatron's own steps.
+"""Run the training job of `scripts/train_gpt.py`: a GPT on megatron.core, in Megatron's own steps.
 
-`train()` may be called again and again in one process (all ranks alike): every call builds everything anew.
+`train()` may be called repeatedly in one process (on all ranks alike): every call builds everything anew.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ logger = logging.getLogger("adaptra_megatron.training")  # its lines are those o
 def train(args: argparse.Namespace) -> TrainingResult:
     """Train as `args` say and return this rank's result. Collective: all processes of the job must call it.
 
-    When a peer fails, the collective or message that misses it raises within --distributed-timeout-minutes.
-
-    Raises:
-        TrainingArgumentsError: the arguments do not fit each other or the number of processes.
+    If a peer fails, the collective or message that misses it raises within --distributed-timeout-minutes. Raises
+    TrainingArgumentsError if arguments do not fit each other or the number of processes.
     """
     applied = None
     with contextlib.ExitStack() as stack:
@@ -78,7 +76,9 @@ def train(args: argparse.Namespace) -> TrainingResult:
 
 
 def _live_groups(args: argparse.Namespace) -> FaultTolerantGroups | None:
-    """Process groups that survive failures of their members, where `args` ask for that: before there are any."""
+    """Create process groups that survive failures of their members, if `args` ask for that; call it before any
+    exists.
+    """
     if not args.adaptra:
         return None
     from adaptra_megatron.config import config_from_arguments
@@ -97,8 +97,9 @@ class Trainer:
         runtime: AdaptraRuntime | None = None,
         late: LateRank | None = None,
     ) -> None:
-        """`watchers` are called with the number of each iteration (from 0) when it begins. `runtime`: where it is
-        given, the plan of each iteration is noted. `late`: is told each call of Megatron's schedules."""
+        """`watchers`: called with the number of each iteration (from 0) when it begins. `runtime`: if given, the plan
+        of each iteration is recorded. `late`: gets each call of Megatron's schedules.
+        """
         self.args = args
         self._watchers, self._runtime, self._late = watchers, runtime, late
         if args.save:
@@ -117,7 +118,7 @@ class Trainer:
         self._attention_mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
     def run(self) -> None:
-        """Train up to --train-iters, evaluating, saving and logging on the way; fills `result`."""
+        """Train up to --train-iters, with evaluations, checkpoints and logs; fill `result`."""
         args = self.args
         self._take_place()
         iterators = self._iterators(self.training_data, self.iteration * args.global_batch_size)
@@ -150,7 +151,7 @@ class Trainer:
             self._save()
 
     def _take_place(self) -> None:
-        """Go on from where the others are, if this process is started again."""
+        """Rejoin the job if this process replaces a failed rank."""
         if self._runtime is None or self.args.adaptra_reroute not in ("failures", "all"):
             return
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
@@ -168,7 +169,7 @@ class Trainer:
             self.iteration = progress["iteration"]
 
     def _train_step(self, iterators: Any) -> Any:
-        """One iteration, as Megatron's train_step. Returns the norm of the gradient; float() may wait for it."""
+        """Run one iteration, as Megatron's train_step. Returns the norm of the gradient; float() may wait for it."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -215,7 +216,7 @@ class Trainer:
         return output, loss_function
 
     def _iterators(self, sequences: Any, consumed_samples: int) -> Any:
-        """One iterator per chunk where the schedule is interleaved, else one."""
+        """Return one iterator per chunk for the interleaved schedule, else one."""
         found = [
             micro_batches(
                 sequences,
@@ -238,14 +239,18 @@ class Trainer:
         self.result.losses.append(self._mean_loss(sums))
 
     def _mean_loss(self, sums: torch.Tensor) -> float:
-        """Mean loss of a token over data- and context-parallel ranks. `sums`: [micro-batches, 2], loss and tokens."""
+        """Return the mean loss of a token over data- and context-parallel ranks. `sums`: [micro-batches, 2], loss and
+        tokens.
+        """
         total = sums.sum(dim=0)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return float(total[0] / total[1])
 
     @contextlib.contextmanager
     def _parameters_gathered(self) -> Iterator[None]:
-        """Parameters complete and no gathering under way, as Megatron arranges before it evaluates or saves."""
+        """Gather all parameters within this context, with no gather pending, as Megatron does before it evaluates or
+        saves.
+        """
         overlapped = self.args.overlap_param_gather
         if overlapped:
             for chunk in self.model:
@@ -304,5 +309,5 @@ class Trainer:
 
 
 def _speaks() -> bool:
-    """Return whether this rank writes the log: the last, as Megatron's print_rank_last, for it knows the loss."""
+    """Return whether this rank writes the log: the last rank, which knows the loss, as Megatron's print_rank_last."""
     return bool(dist.get_rank() == dist.get_world_size() - 1)

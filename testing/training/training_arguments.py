@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the training script: Megatron's argument names, ours, and those of the emulated cluster."""
+"""Define the command line of the training script: Megatron's argument names, ours, and those of the emulated
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class TrainingArgumentsError(ValueError):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `scripts/train_gpt.py`."""
+    """Return the parser of `scripts/train_gpt.py`."""
     parser = argparse.ArgumentParser(description="Train a GPT with Megatron-core.", allow_abbrev=False)
     _add_parallelism(parser.add_argument_group("parallelism"))
     _add_network(parser.add_argument_group("network"))
@@ -220,13 +222,11 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
 
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Fill in what depends on the number of processes and refuse what cannot run.
+    """Complete the arguments from the number of processes, and refuse invalid ones.
 
     Sets `data_parallel_size`, `global_batch_size`, `num_micro_batches`, `virtual_pipeline_model_parallel_size`,
-    `sequences_vary` and `max_position_embeddings`. Idempotent.
-
-    Raises:
-        TrainingArgumentsError: with the rule, the numbers and the remedy.
+    `sequences_vary` and `max_position_embeddings`. Idempotent. Raises TrainingArgumentsError with the rule, the numbers
+    and the remedy.
     """
     layout = (args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size)
     model_parallel = math.prod(layout)
@@ -268,7 +268,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _virtual_size(args: argparse.Namespace) -> int | None:
-    """Chunks per stage; None for a schedule that is not interleaved."""
+    """Return the number of chunks per stage; None for a schedule that is not interleaved."""
     stages = args.pipeline_model_parallel_size
     if args.num_virtual_stages_per_pipeline_rank is not None:
         chunks: int = args.num_virtual_stages_per_pipeline_rank

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sidecar process of each rank that carries messages over hosts, and what starts, feeds and watches it."""
+"""The delegate: each rank's sidecar process for the host path, with its control messages and its supervisor."""

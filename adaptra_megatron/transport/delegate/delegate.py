@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The delegate: a small sidecar process of each training process that connects, proves and carries its links.
+"""Run the delegate, a small sidecar process of each training process that connects, authenticates and carries its
+links.
 
-It ends with its parent, however that ends: the kernel kills it, and the control socket ends. What else is sent to the
-processes of a job (SIGTERM, Ctrl-C) is its parent's to judge: it has a session of its own, and those signals are
-blocked. Everything it holds (rings, sockets) is anonymous and goes with it. It imports neither torch nor Megatron, and
-idles without using CPU.
+The delegate ends with its parent, however that ends: the kernel kills it, and its control socket closes. Other signals
+to the processes of a job (SIGTERM, Ctrl-C) are for the parent to handle: the delegate has a session of its own, and
+blocks those signals. All its resources (rings, sockets) are anonymous and end with it. It imports neither torch nor
+Megatron, and uses no CPU when idle.
 """
 
 from __future__ import annotations

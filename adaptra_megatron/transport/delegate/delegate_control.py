@@ -2,11 +2,11 @@
 """Control messages between a training process and its delegate, over a unix socket that no other process holds.
 
 1. One packet is one JSON object; descriptors of rings and sockets travel with it (SCM_RIGHTS).
-2. StartDelegate is first. The end of the socket is the end of the other process: the delegate exits, the training
-   process starts another.
-3. Each OpenLink has a session number; Up and Down repeat it. What comes of an earlier session is void.
+2. StartDelegate comes first. If the socket ends, the other process has ended: the delegate exits, the training process
+   starts another.
+3. Each OpenLink has a session number; Up and Down repeat it. Messages of an earlier session are ignored.
 4. A session that the training process did not end itself (CloseLink, another OpenLink, Stop) ends in one Down.
-5. Fields are typed. An impossible packet counts as the end of the other process (ControlEndedError).
+5. Fields are typed. An invalid packet counts as the end of the other process (ControlEndedError).
 
 This module does not import torch, as the delegate imports it.
 """
@@ -24,7 +24,7 @@ _MOST_DESCRIPTORS = 4
 
 
 class ControlEndedError(ConnectionError):
-    """The other process is gone."""
+    """The other process has ended."""
 
 
 class StartDelegate(TaggedMessage, tag="start", frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class OpenLink(TaggedMessage, tag="open", frozen=True, kw_only=True):
     """To the delegate: bring up the link to `peer`. The outbound ring and, except over shm, the inbound ring travel
     with it.
 
-    A session that is up ends first. `session` counts the attempts; messages about an earlier one are void.
+    It ends a session that is up. `session` counts the attempts; messages about an earlier one are ignored.
     """
 
     peer: Natural

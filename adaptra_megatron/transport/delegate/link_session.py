@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One link in a delegate: sessions come up when both training processes ask for one, and go down for one cause each."""
+"""Run one link in a delegate: sessions begin when both training processes request one, and each ends with one cause."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SendMessage = Callable[[Message, list[int]], None]
 class LinkSession:
     """Sessions of the link to one peer, in the delegate: at most one at a time, and connections for the next.
 
-    The end that connects proposes the wire of the session, the other follows. After ATTEMPTS sessions in a row that
-    did not begin, it proposes the wire that its WireKind falls back to.
+    The end that connects proposes the wire of the session; the other follows. After ATTEMPTS successive sessions that
+    did not begin, it proposes the fallback of its WireKind.
     """
 
     def __init__(self, start: StartDelegate, peer: int, send: SendMessage, opening: int = 1) -> None:

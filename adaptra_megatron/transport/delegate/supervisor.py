@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a delegate of this training process running, and its links up: starts, restarts, reconnects.
+"""Keep a delegate of this training process running, and its links up: start, restart, reconnect.
 
-The listening sockets belong to the training process and are lent to each delegate: addresses stay when delegates end,
-and a refused connection means that the training process itself is gone (what it has forked, as data-loader workers,
-lets go of them). A delegate that is stopped or hangs would hold its links in silence: it is asked for a sign of life a
-few times per second, and replaced when none comes.
+The listening sockets belong to the training process and are lent to each delegate. So addresses stay when delegates
+end, and a refused connection means that the training process itself has ended. (Its forked children, such as
+data-loader workers, close their copies.) A delegate that is stopped or hangs would hold its links in silence. It is
+pinged a few times per second, and replaced if it does not answer.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Heartbeat:
     """Heartbeat of one delegate: decides when to ping and when it has been silent for too long. No clock, thread or
     I/O.
 
-    Silence counts only while this process itself ran: one that was stopped, or kept from running by a busy machine or a
-    garbage collection, is late for its own tick, which then proves nothing about the delegate.
+    Silence counts only while this process itself ran. A process that was stopped, or delayed by a busy machine or a
+    garbage collection, is late for its own tick; its wait then proves nothing about the delegate.
 
-    Times are arguments (seconds of the monotonic clock). Call `tick` at `next_s` or later, and `answered` for each
-    pong before a tick that is due.
+    Times are arguments (seconds of the monotonic clock). Call `tick` at `next_s` or later, and `answered` for each pong
+    before a tick that is due.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -78,7 +78,8 @@ class Heartbeat:
 
     def exhausts(self, patience_s: float) -> bool:
         """Return whether the delegate has been silent for longer than `patience_s`, or STARTING_S before its first
-        answer."""
+        answer.
+        """
         return self.silent_s >= (patience_s if self._answered else max(STARTING_S, patience_s))
 
     def tick(self, now_s: float) -> int | None:
@@ -178,9 +179,9 @@ class Supervisor:
     ) -> None:
         """Start the delegate and begin to bring up all links.
 
-        `listeners`: become the supervisor's, as those of `listen`. `patience_s`: silence after which a delegate is
-        killed and replaced, counted while this process ran; it doubles each time until a link comes up, for slow
-        machines.
+        `listeners`: owned by the supervisor from now on, as those of `listen`. `patience_s`: silence after which a
+        delegate is killed and replaced, counted while this process ran. It doubles each time until a link comes up, for
+        slow machines.
         """
         self.starts = 0
         """Number of delegates started so far."""
@@ -220,12 +221,12 @@ class Supervisor:
         return None if link is None else link.transport
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept connections on this listener too. Returns at once, as `add` and `remove`; for any thread."""
+        """Accept connections on this listener too. Returns at once, as `add` and `remove` do; for any thread."""
         self._calls.append(functools.partial(self._listen_too, listener))
         self._wake_up()
 
     def add(self, link: SupervisedLink) -> None:
-        """Begin to bring a link up. That of an earlier opening must have been removed."""
+        """Begin to bring up a link. The link of an earlier opening must have been removed."""
         self._calls.append(functools.partial(self._add, link))
         self._wake_up()
 
@@ -432,7 +433,7 @@ class Supervisor:
         link.retry_s = time.monotonic() + link.backoff.next_s()
 
     def _feel_the_pulse(self, now_s: float) -> None:
-        """Send the ping that is due, or kill a delegate that has been silent for too long."""
+        """Send a ping if one is due, or kill a delegate that has been silent for too long."""
         assert self._delegate is not None
         heartbeat = self._delegate.heartbeat
         number = heartbeat.tick(now_s)
@@ -445,7 +446,7 @@ class Supervisor:
             self._replace(f"(process {process}) did not answer for {heartbeat.silent_s:.1f} s and was killed")
 
     def _replace(self, what: str) -> None:
-        """Start another delegate after the present one failed, with back-off."""
+        """Start another delegate after a failure (`what`), with back-off."""
         self._delegate = None
         if self._closing:
             return

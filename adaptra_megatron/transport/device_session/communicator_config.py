@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the communicators of links, and how many thread blocks a transfer may take."""
+"""Define the settings of links' communicators, and how many thread blocks a transfer may use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ class CommunicatorConfig:
     """Settings of the communicators of links: Megatron's entry "pp" of --nccl-communicator-config-path."""
 
     max_ctas: int | None = None
-    """Most thread blocks of a transfer; each occupies a multiprocessor while it waits for the peer. None:
-    `most_ctas`."""
+    """Maximum thread blocks of a transfer. Each occupies a multiprocessor while it waits for the peer. None:
+    `most_ctas`.
+    """
     min_ctas: int | None = None
     cga_cluster_size: int | None = None
     net_name: str | None = None
@@ -26,11 +27,12 @@ _HIDDEN_S = 0.5e-3
 
 
 def most_ctas(same_host: bool, rnic_gbit_per_s: float, message_nbytes: float = 0.0) -> int:
-    """Return how many CTAs a link's transfers may take: as many as NCCL would, at most as many as hide a message.
+    """Return how many CTAs a link's transfers may use: as many as NCCL would, but no more than needed to hide a
+    message.
 
-    `rnic_gbit_per_s`: fastest RNIC of the slower end, 0: unknown. `message_nbytes`: largest message, 0: unknown.
-    NCCL takes powers of two: for the network's whole bandwidth (4 if unknown), 2 without NVLink, 32 or more with it;
-    at most 8 of these are taken there, which leaves computation most multiprocessors.
+    `rnic_gbit_per_s`: fastest RNIC of the slower end, 0: unknown. `message_nbytes`: largest message, 0: unknown. NCCL
+    uses powers of two: 2 within a host without NVLink, 32 or more with it, of which at most 8 are used here, so that
+    computation keeps most multiprocessors; between hosts as many as the network's bandwidth needs (4 if unknown).
     """
     nbytes_per_s = _NVLINK_NBYTES_PER_S if same_host else _NETWORK_NBYTES_PER_S
     network = _power_of_two(rnic_gbit_per_s * 1e9 / 8 / nbytes_per_s) if rnic_gbit_per_s > 0 else 4

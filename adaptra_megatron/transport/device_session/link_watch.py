@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that looks after all links of a process whose transfers nothing else waits for: errors and deadlines.
+"""Watch all links of a process for errors and deadlines, in a thread: nothing else waits for their transfers.
 
-What it asks of the driver may not return: PyTorch has seen cudaEventQuery hang. Then no deadline would hold any more.
-So a second thread, which asks nothing of the driver and takes no lock, ends the process when the first stands for long.
+Its calls of the GPU's driver may not return: PyTorch has seen cudaEventQuery hang. No deadline would hold any more. So
+a second thread, which calls no driver and takes no lock, ends the process when the first one does not advance.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of NCCL that a link needs, called in the library that torch has loaded.
+"""Call the functions of NCCL that a link needs, in the library that torch has loaded.
 
-Of the two ends of a link one is rank 0 and one rank 1 of a communicator of its own, which does not block: what takes
-time goes on in NCCL's threads, `in_progress` polls it, and `abort` ends it at any time, the making of the
-communicator included. NVIDIA's own bindings (nccl4py) find the same library, but cannot be installed without saying for
-which CUDA, and bring packages that a dozen functions do not need.
+Each link has a communicator of its own, with one end as rank 0 and the other as rank 1. It is non-blocking: long
+operations run in NCCL's threads, `in_progress` polls them, and `abort` ends them at any time, even while the
+communicator connects. NVIDIA's own bindings (nccl4py) find the same library. But pip cannot install them without the
+CUDA version, and they bring packages that a dozen functions do not need.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Result(enum.IntEnum):
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL failed; names the function and what NCCL says of it."""
+    """A call of NCCL failed; names the function and NCCL's own message."""
 
 
 class NcclConfig(ctypes.Structure):
@@ -67,15 +67,16 @@ class UniqueId(ctypes.Structure):
 
 
 class NcclLibrary:
-    """Functions of NCCL. Any thread may call, but no two at once for one communicator; all calls release the GIL.
+    """Functions of NCCL. For any thread, but one call at a time per communicator. All calls release the GIL.
 
-    Raises NcclError for what NCCL refuses. A communicator belongs to the CUDA device that was current at
+    Calls raise NcclError if NCCL returns an error. A communicator belongs to the CUDA device that was current at
     `init_rank`.
     """
 
     def __init__(self, library: Any, runtime: Any = None) -> None:
-        """`library`, `runtime`: ctypes.CDLL with libnccl's and libcudart's functions. Raises NcclError where one is
-        missing."""
+        """`library`, `runtime`: ctypes.CDLL with libnccl's and libcudart's functions. Raises NcclError if one is
+        missing.
+        """
         self._library, self._runtime = library, runtime
         try:
             for name, (result, *arguments) in _SIGNATURES.items():
@@ -97,7 +98,9 @@ class NcclLibrary:
         return bytes(unique_id)
 
     def init_rank(self, unique_id: bytes, rank: int, name: str, config: CommunicatorConfig) -> Communicator:
-        """Begin to make a communicator of two ranks; `in_progress` tells when it is made. `name`: for NCCL's log."""
+        """Begin to create a communicator of two ranks; `in_progress` returns whether it is ready. `name`: for NCCL's
+        log.
+        """
         communicator = ctypes.c_void_p()
         settings = NcclConfig(
             size=ctypes.sizeof(NcclConfig),
@@ -121,8 +124,9 @@ class NcclLibrary:
         return communicator.value
 
     def in_progress(self, communicator: Communicator) -> bool:
-        """Return whether the last call on the communicator is still in progress: no other may begin. Raises its
-        error."""
+        """Return whether the last call on the communicator is still in progress. If so, no other may begin. Raises its
+        error.
+        """
         state = ctypes.c_int()
         called = self._library.ncclCommGetAsyncError(communicator, ctypes.byref(state))
         self._check("ncclCommGetAsyncError", called, communicator)
@@ -139,7 +143,7 @@ class NcclLibrary:
         return Transfers(addresses, device, communicator, stream, peer)
 
     def finalize(self, communicator: Communicator) -> None:
-        """Begin to flush what has been sent."""
+        """Begin to flush all pending sends."""
         self._check("ncclCommFinalize", self._library.ncclCommFinalize(communicator), communicator)
 
     def destroy(self, communicator: Communicator) -> None:
@@ -159,7 +163,7 @@ class NcclLibrary:
 
 
 def torch_nccl() -> NcclLibrary:
-    """Return the NCCL that torch has loaded. Raises NcclError where this torch has none that can be called."""
+    """Return the NCCL that torch has loaded. Raises NcclError if this torch has none, or hides it."""
     try:
         # What is found through torch's own library is what it was linked with, whatever its path and its version.
         library = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One end of a directed link over NCCL: a communicator of two ranks for one session, on a stream of the link's own.
 
-Both plain device paths and the device sessions of links with two paths are made of these. What is sent or received is
-on the stream when the call returns, so the order of a thread's calls is the order in which the device is given them.
-NCCL launches what a communicator that does not block is asked for in a thread of its own; each call waits for that.
+Links with a device path alone and device sessions of links with two paths both use it. A send or receive is on the
+stream when the call returns, so the device gets them in the order of a thread's calls. A non-blocking communicator
+launches in a thread of NCCL's own; each call waits for that.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class NcclSide:
     """Parts that all links of one process share."""
 
     load: Callable[[], NcclLibrary]
-    """Loads NCCL. Raises NcclError where there is none."""
+    """Loads NCCL. Raises NcclError if there is none."""
     device: Device
     identity: str
-    """Identity of this process's GPU, unique in the job, then, after spaces, host, rate of its RNICs, size of
-    messages."""
+    """Identity of this process's GPU, unique in the job; then, separated by spaces, host, rate of its RNICs, size of
+    messages.
+    """
     config: CommunicatorConfig
     watch: LinkWatch
     timeout_s: float
@@ -79,7 +80,7 @@ class NcclLink:
         self._brought: deque[tuple[torch.Tensor, CudaEvent]] = deque()
         """Host memory being copied from, with the event after each copy."""
         self._retained: list[torch.Tensor] = []
-        """Tensors that the device may still use though no event tells when: NCCL has not reported their launch."""
+        """Tensors that the device may still use, without an event for their end: NCCL has not reported their launch."""
         self._calls = threading.Lock()
         """Serialises NCCL's calls on the communicator, freeing included."""
         self._ended, self._freed = threading.Event(), threading.Event()
@@ -137,22 +138,20 @@ class NcclLink:
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
     def send(self, tensor: torch.Tensor, tag: int, after: int | None = None) -> Work:
-        """Put a send on the link's stream, after what `after` (a cudaStream_t) has been given; bytes are held until
-        it is done.
+        """Put a send on the link's stream, after the present end of stream `after` (a cudaStream_t).
 
-        NCCL ignores `tag`: messages match by order.
+        The bytes are held until it is complete. NCCL ignores `tag`: messages match by order.
         """
         return self._begin(True, tensor, after)
 
     def receive(self, buffer: torch.Tensor, tag: int, after: int | None = None) -> Work:
-        """Put a receive on the link's stream, after what `after` has been given."""
+        """Put a receive on the link's stream, after the present end of stream `after`."""
         return self._begin(False, buffer, after)
 
     def follow(self, work: Work, deadline_s: float) -> None:
-        """Make the calling thread's later computation wait for `work`, which must be done by `deadline_s`
-        (time.monotonic).
+        """Make the calling thread's later computation wait for `work`. Returns at once.
 
-        Returns at once.
+        `deadline_s` (time.monotonic): time by which `work` must be complete.
         """
         if self._ended.is_set():
             raise RuntimeError(self._cause)
@@ -214,8 +213,10 @@ class NcclLink:
         return not (self._retained or self._brought) or self._side.device.idle(self._stream)
 
     def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> tuple[bytes, str]:
-        """Return ncclUniqueId, which rank 0 makes once the other end is there, and the identity of the other end's
-        GPU."""
+        """Exchange GPU identities with the other end; return the ncclUniqueId and the identity of the other end's GPU.
+
+        Rank 0 creates the id only once the other end is there.
+        """
         store.set_timeout(timedelta(seconds=max(_PAUSE_S, timeout_s)))
         store.set(f"gpu/{rank}", self._side.identity.encode())
         peer = store.get(f"gpu/{1 - rank}").decode()
@@ -285,7 +286,7 @@ class NcclLink:
         self._freed.set()
 
     def _finalized(self, until_s: float) -> bool:
-        """Return whether all that was sent has left NCCL by `until_s`; an abort before that would lose it."""
+        """Return whether all sends have left NCCL by `until_s`; an abort before that would lose them."""
         self._library.finalize(self._communicator)
         while self._library.in_progress(self._communicator):
             if time.monotonic() >= until_s:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path's wire: one end of a directed link for one session, made by its two ends alone.
+"""One end of a directed link for one session: the interface, and its implementation over gloo for CPU tensors.
 
-Nothing of it is collective over more ranks than these two: a link can be made again in the middle of an iteration.
-Over NCCL see nccl_link.py; here over gloo, for tensors of CPUs.
+No operation is collective over more ranks than the link's two ends, so a link can be created again in the middle of an
+iteration. Over NCCL see nccl_link.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PairWork(Protocol):
 class LinkGroup(Protocol):
     """One end of one session of a directed link. One thread sends, one receives; `abort` is for any thread.
 
-    Every method raises RuntimeError for what cannot be done, and once the session has ended.
+    Methods raise RuntimeError if they fail, and once the session has ended.
     """
 
     ends: PairEnds
@@ -49,7 +49,7 @@ class LinkGroup(Protocol):
         """Return fresh memory for a receive."""
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a small tensor [n] of host memory in a form that can be sent. Returns at once."""
+        """Return a small host tensor [n] in a form that can be sent. Returns at once."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a small received tensor [n] in host memory."""
@@ -61,13 +61,15 @@ class LinkGroup(Protocol):
         """Begin to send a contiguous tensor; its bytes are held until they have left."""
 
     def receive(self, buffer: torch.Tensor, tag: int) -> Any:
-        """Begin to fill `buffer` with the message of this tag, or with the next one where there are no tags."""
+        """Begin to fill `buffer` with the message of this tag; without tags, with the next one."""
 
     def wait(self, work: Any, timeout_s: float) -> None:
         """Block until `work` is done. A wait that expires ends the session."""
 
     def abort(self, cause: str = ENDED) -> None:
-        """End the session: every wait at this end raises, over gloo at both. For any thread, any number of times."""
+        """End the session: every wait at this end raises; over gloo at both ends. For any thread, any number
+        of times.
+        """
 
     def wait_until_freed(self, deadline_s: float) -> bool:
         """Return whether the ended session has released everything by `deadline_s`."""

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path of one link: the sessions of both directions, made and ended by their numbers.
+"""Device path of one link: creates and ends the numbered sessions of both directions.
 
-Nothing here but `confirmed` is called with the link's lock held, and nothing here waits for the peer but threads of its
-own.
+Only `confirmed` is called with the link's lock held. Only threads of this module wait for the peer.
 
-Sends and receives start strictly in the order of their indices, whatever thread they come from: NCCL matches by order
-alone. A message starts at once, in the thread that asks for it, so what the training launches later is behind it on the
-device too. Probes, and messages whose shape comes first, wait for their turn, so that none of them waits on the device.
+Sends and receives start strictly in the order of their indices, from whatever thread, since NCCL matches by order
+alone. A message starts at once, in the calling thread, so that later work of the training is behind it on the device,
+too. Probes, and messages preceded by a header, wait for their turn, so that none of them waits on the device.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class SendingSession:
                 self._send(self._next - 1, *due)
 
     def probe(self, index: int, nbytes: int = PROBE_NBYTES) -> None:
-        """Send `nbytes` of no meaning, as `send`."""
+        """Send a probe of `nbytes`, as `send`."""
         self.send(index, Computed(self._group.empty((nbytes,), torch.uint8), None), header=False)
 
     def confirmed(self, received: int) -> None:
@@ -68,7 +67,7 @@ class SendingSession:
                 del self._held[index]
 
     def abort(self) -> None:
-        """Abort the session. Over NCCL the peer sees that by network alone, and only in what it has under way."""
+        """Abort the session. Over NCCL the peer notices only by the network, and only for pending messages."""
         self._group.abort()
 
     def end(self) -> None:
@@ -139,7 +138,8 @@ class ReceivingSession:
 
     def receive(self, index: int, specification: TensorSpecification | None, probe_nbytes: int = PROBE_NBYTES) -> None:
         """Post a receive of this specification (without a shape a header comes first), or of a probe (None). Never
-        waits."""
+        waits.
+        """
         if specification is None:
             receive = _Receive(index, (probe_nbytes,), torch.uint8, probe=True)
         else:
@@ -152,11 +152,11 @@ class ReceivingSession:
             self._launch_due()
 
     def abort(self) -> None:
-        """Abort the session. Over NCCL the peer sees that by network alone, and only in what it has under way."""
+        """Abort the session. Over NCCL the peer notices only by the network, and only for pending messages."""
         self._group.abort()
 
     def end(self) -> None:
-        """End the session and its thread. Not for that thread."""
+        """End the session and its thread. Not to be called from that thread."""
         self._under_way.put(None)
         self._group.abort()
         self._thread.join(END_S)
@@ -227,7 +227,7 @@ class DeviceWork:
     """Actions for the device path, to be performed without the link's lock."""
 
     sends: list[tuple[DeviceSend[Computed], bool]] = field(default_factory=list)
-    """Messages to send, each with whether a header goes first."""
+    """Messages to send, each with whether a header precedes it."""
     receives: list[DeviceReceive[TensorSpecification]] = field(default_factory=list)
     begin: list[tuple[bool, int]] = field(default_factory=list)
     """(this end sends, session) of sessions to make."""
@@ -268,7 +268,7 @@ class DevicePath:
         self._closed = False
 
     def begin(self, as_sender: bool, session: int) -> None:
-        """Make a session with the peer, in a thread of its own, since the peer may not come."""
+        """Create a session with the peer, in a thread of its own, since the peer may not come."""
         maker = DeviceThread(self._make, "adaptra-meet", (as_sender, session))
         with self._lock:
             self._makers = [thread for thread in self._makers if thread.is_alive()]
@@ -315,7 +315,7 @@ class DevicePath:
             ended.end()
 
     def close(self) -> None:
-        """End all sessions, waiting for those that are being made."""
+        """End all sessions, after waiting for those that are being created."""
         until_s = time.monotonic() + self._meeting_s + 1.0
         for maker in self._makers:
             maker.join(max(0.0, until_s - time.monotonic()))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One end of the link to a peer, in the training process: its host path and, where there is one, its device path.
+"""One end of the link to a peer, in the training process: its host path and, if there is one, its device path.
 
 Rules that a link keeps towards its transport:
 
-1. Each posted message reaches the peer once. The sender keeps it until the peer has acknowledged it; whatever breaks,
-   all that is not acknowledged is sent again, and the receiver drops what it has already.
+1. Each posted message reaches the peer once. The sender keeps it until the peer has acknowledged it. After any failure
+   all unacknowledged messages are sent again, and the receiver drops duplicates.
 2. A message is acknowledged once it has arrived *and* its receive is posted, as a send over torch.distributed
    completes. So a slow receiver holds the sender's tensors, not memory of its own.
 3. Each message is expected on exactly one path: both ends agree on the number from which the other path is taken.
@@ -12,7 +12,7 @@ Rules that a link keeps towards its transport:
    cause. While one path works, the failure of the other is a log line.
 5. The first cause of an end counts; later ones follow from it and are dropped.
 6. One lock per end. Methods of DualLink take it; parts are called with it held. Copies, NCCL calls and waits for the
-   peer happen without it, so the training thread never waits for one of them at the lock.
+   peer happen without it, so the training thread never waits at the lock for one of them.
 
 A link is opened again by a new object: nothing of an earlier opening is delivered.
 """
@@ -73,8 +73,9 @@ class LinkParts:
         events: DeviceEvents,
         payload_ready: Callable[[], None],
     ) -> None:
-        """`events`, `payload_ready`: called without the lock, for what the device path brings, and once the next
-        message to send can leave the device (or never will). The others: see DualLink."""
+        """`events`, `payload_ready`: called without the lock, the latter once the next message to send can leave the
+        device, or never will. The others: see DualLink.
+        """
         self.has_device_path = second is not None
         if second is None:
             second = SecondPath(PathSettings(), _never, ControlChannel(_never))
@@ -101,7 +102,7 @@ class LinkParts:
     # What the training thread asks for.
 
     def check_usable(self, key: MessageKey, now_s: float, *, receiving: bool) -> None:
-        """Raise TransportError if no path can carry `key`; not for a received message that is already here."""
+        """Raise TransportError if no path can carry `key`, unless it is to be received and has already arrived."""
         by_device = self.paths.receiver.alive if receiving else self.paths.sender.device_healthy
         if now_s >= self._broken_from_s(by_device=by_device) and not (receiving and key in self.receive_queue):
             raise self.error(key, now_s, now_s, receiving=receiving)
@@ -149,7 +150,7 @@ class LinkParts:
     # What the host path and the device path bring.
 
     def begin(self, session: Session) -> None:
-        """Begin a session of the host path: resend everything that is not acknowledged."""
+        """Begin a session of the host path: resend all unacknowledged messages."""
         self.state.begin(session)
         self.state.health.up()
         self.retransmit_queue.rewind()
@@ -174,7 +175,7 @@ class LinkParts:
             self.state.notify_waiting()
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """Take in a note; return the number below which all have arrived. Raises ValueError for an impossible one."""
+        """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""
         if not self.has_device_path:
             raise ValueError(f"note {number}, but this link has one path only")
         acknowledged_below = self.paths.on_note_received(number, packet)
@@ -192,7 +193,7 @@ class LinkParts:
     # What the reader tells and asks.
 
     def take(self, event: Event, receipt: Receipt | None) -> None:
-        """Handle an event of the inbound ring. Raises ValueError for an impossible one."""
+        """Handle an event of the inbound ring. Raises ValueError for an invalid one."""
         if receipt is not None:
             self.deliver(key_of(event), MessageArrival(event.sequence, receipt, event.arrived_s))
         elif event.kind == Event.Kind.ACK:
@@ -221,7 +222,7 @@ class LinkParts:
         return self._broken_from_s(by_device=self.paths.sender.device_healthy and not len(self.retransmit_queue))
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """Return when to check again what has been waited for since `since_s`."""
+        """Return when to check again a wait that began at `since_s`."""
         return self.paths.look_again_s(key, since_s, now_s)
 
     def _all_sent(self) -> bool:
@@ -270,7 +271,8 @@ class DualLink:
         second: SecondPath | None = None,
     ) -> None:
         """`device`: of the tensors; None: the CPU. `arrival_signal`: notified of every arrival. `opens_s`: see
-        LinkHealth. `second`: parts of the device path; None: host path only."""
+        LinkHealth. `second`: parts of the device path; None: host path only.
+        """
         self.sessions = 0
         """Number of sessions of the host path so far."""
         self.ends = ends
@@ -308,7 +310,7 @@ class DualLink:
 
     @property
     def unusable(self) -> bool:
-        """Return whether the link can carry nothing any more: closed, aborted or failed."""
+        """Return whether the link can carry nothing any more, since it is closed, aborted or failed."""
         return self._state.finished or self._health.failed
 
     # What the training thread calls.
@@ -342,8 +344,9 @@ class DualLink:
         self.flush(deadline_s)
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
-        """Post a message; return when and by which path. Raises TransportError if it cannot be sent, or the link has
-        failed."""
+        """Post a message; return when and by which path. Raises TransportError if it cannot be sent or the link has
+        failed.
+        """
         outgoing, now_s = self._outgoing(key, tensor), time.monotonic()
         with self._lock:
             self._parts.check_usable(key, now_s, receiving=False)
@@ -467,7 +470,7 @@ class DualLink:
         return self._state.finished
 
     def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
-        """Begin a session of the host path: resend everything that is not acknowledged."""
+        """Begin a session of the host path: resend all unacknowledged messages."""
         self._copies.use_rings(outbound, inbound)
         with self._lock:
             self.sessions += 1
@@ -514,7 +517,7 @@ class DualLink:
             self._state.notify_waiting()
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """Take in a note of the control connection; return the number below which all have arrived."""
+        """Process a note of the control connection; return the number below which all have arrived."""
         with self._lock:
             try:
                 return self._parts.on_note_received(number, packet)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host path: messages leave the training process through shared memory, and a delegate does the rest.
+"""The host path: messages leave the training process through shared memory, and a delegate carries them on.
 
-Over shm the two training processes share a ring, so a message costs two copies; over tcp each shares rings with its own
-delegate. Nothing is sent on a stream of the device: a slow transfer never sits in front of compute.
+Over shm the two training processes share a ring, so a message costs two copies. Over tcp each shares rings with its own
+delegate. Nothing is sent on a stream of the device, so a slow transfer never delays computation.
 """
 
 from __future__ import annotations
@@ -263,10 +263,10 @@ class HostTransport:
         self._links[peer].prefer(path)
 
     def measure(self, peer: int) -> None:
-        """Begin to probe the path to `peer` that is not in use, by a burst of messages of the usual size.
+        """Begin to probe the unused path to `peer` by a burst of messages of the usual size.
 
-        `take_probes` returns the times later. Nothing happens while that path is down, on a link without a device
-        path, and before the first message. Never waits.
+        `take_probes` returns the times later. Nothing happens while that path is down, on a link without a device path,
+        and before the first message. Never waits.
         """
         self._links[peer].measure()
 
@@ -285,7 +285,7 @@ class HostTransport:
         return self._opener.supervisor.process_id
 
     def report_failure(self, cause: str) -> None:
-        """Report to all peers, which pass it on, that this rank ends with an error. Returns at once."""
+        """Report to all peers that this rank ends with an error; they pass it on. Returns at once."""
         self._opener.lines.fail(cause)
 
     def close(self, *, drained: bool = True) -> bool:
@@ -297,7 +297,7 @@ class HostTransport:
 
 
 def _together(rendezvous: Rendezvous, name: str, step: Callable[[], None]) -> None:
-    """Run a step of all stages. Raises TransportError on all of them if it fails on one, whatever it raises."""
+    """Run a step on all stages. If it fails on one, with any error, all raise TransportError."""
     failure: Exception | None = None
     try:
         step()

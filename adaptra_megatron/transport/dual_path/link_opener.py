@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings links up and takes them down while the job runs: what may take time has a thread for each link.
+"""Open and close links while the job runs, in a thread for each link.
 
-The two ends of a link meet in the job's store: each puts there which opening of the link it is at (`openings`), and
-where it listens, until both are at the same one.
+The two ends of a link meet in the job's store. Each publishes the number of its opening of the link (`openings`) and
+its listening addresses, until both are at the same opening.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 
 class Opening(NamedTuple):
-    """One end's statement about its link, published in the store."""
+    """State of one end of a link, published in the store."""
 
     number: int = 0
-    """Number of openings of the link: the greater of both ends', as far as this end knows."""
+    """Number of openings of the link: the maximum of both ends', as far as this end knows."""
     open: bool = False
 
 
 class LinkOpenings:
     """Openings of one link, at one end. No I/O; not thread-safe.
 
-    Each end publishes its number; of two that are open the greater counts. A number never comes back, so connections
-    and device sessions of one opening get into no other.
+    Each end publishes its number; if both are open, the greater one counts. Numbers are never reused, so connections
+    and device sessions of one opening cannot join another.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -59,8 +59,9 @@ class LinkOpenings:
         self.mine = self.mine._replace(open=False)
 
     def agreed(self, theirs: Opening) -> bool:
-        """Return whether both ends are at the same opening, given the peer's; adopts the number of a peer that is
-        ahead."""
+        """Return whether both ends are at the same opening (`theirs`: the peer's); adopt the number of a peer that is
+        ahead.
+        """
         if not (self.mine.open and theirs.open):
             return False
         if theirs.number > self.mine.number:
@@ -76,7 +77,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-3, 0.2
 
 @dataclass
 class _Task:
-    """The latest task for the link to a peer."""
+    """Latest task for the link to a peer."""
 
     thread: threading.Thread
     link: weakref.ref[DualLink]
@@ -87,7 +88,7 @@ class LinkOpener:
     """Opens and closes the links of one rank, with the delegate's supervisor and the control connections."""
 
     def __init__(self, control: ControlStore, layout: JobLayout, setup: HostSetup, settings: HostSettings) -> None:
-        """`setup`: becomes the opener's. No link is started before `start`."""
+        """`setup`: owned by the opener from now on. No link is started before `start`."""
         self.control = control
         """Store in which the two ends of a link meet, of the present generation."""
         self._client: tuple[ControlStore, SealedStore] | None = None
@@ -112,7 +113,7 @@ class LinkOpener:
         return self._supervisor
 
     def start(self, links: Iterable[DualLink]) -> None:
-        """Bring up the links of the start, whose peers have been met: their first opening."""
+        """Bring up the initial links, whose peers have been met, in their first opening."""
         made = []
         for link in links:
             self._openings[link.ends.peer] = LinkOpenings(link.opening)
@@ -125,13 +126,13 @@ class LinkOpener:
         return self.supervisor.transport(peer) or self._setup.transports.get(peer, "")
 
     def open(self, link: DualLink, limit_s: float) -> None:
-        """Begin to bring up a link, which fails after `limit_s`. Returns at once."""
+        """Begin to bring up a link; it fails after `limit_s`. Returns at once."""
         self._begin(link, lambda task: self._open(link, task, time.monotonic() + limit_s))
 
     def take_down(self, link: DualLink, cause: str | None) -> None:
-        """Begin to end a link at both ends and to release what it holds. `cause`: see `lines.Fin`.
+        """Begin to close a link at both ends and to release its resources. `cause`: see `lines.Fin`.
 
-        Does nothing for a link that another opening has replaced: that has taken it down.
+        Does nothing for a link that a later opening has replaced, and closed.
         """
         self._begin(link, lambda task: self._take_down(link, cause), unless_replaced=True)
 
@@ -181,7 +182,8 @@ class LinkOpener:
 
     def _agree(self, link: DualLink, task: _Task, deadline_s: float) -> bool:
         """Agree with the peer on an opening. Returns False if cancelled; raises TransportError if the peer does not
-        come."""
+        come.
+        """
         rank, peer, backoff = self._layout.rank, link.ends.peer, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         with self._lock:
             for kind in self._setup.listen_for(self._setup.listeners_for(peer), [rank, peer]):
@@ -221,8 +223,9 @@ class LinkOpener:
             logger.debug("link %s: its end cannot be published: %s", link.ends, problem)
 
     def _store(self) -> SealedStore:
-        """Return the shared client of the present generation's store; no request waits for a peer. Raises
-        RuntimeError."""
+        """Return the shared client of the present generation's store. Its requests do not wait for peers. Raises
+        RuntimeError.
+        """
         with self._reaching:
             control = self.control
             if self._client is None or self._client[0] is not control:
@@ -234,7 +237,7 @@ class LinkOpener:
         store.set(f"{self._layout.rank}/{peer}", json.dumps([opening, asdict(self._setup.mine)]).encode())
 
     def _prepared(self, link: DualLink) -> SupervisedLink:
-        """Return the link for the supervisor, and bring up its control connection."""
+        """Bring up a link's control connection, and return the link for the supervisor."""
         peer, transport = link.ends.peer, self._setup.transports[link.ends.peer]
         link.takes(transport)
         self.lines.add(peer, self._setup.place(peer), link, link.opening)

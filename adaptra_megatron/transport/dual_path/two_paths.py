@@ -2,12 +2,13 @@
 """Choose the path of each message of a link, device or host, and move messages to the other path when one fails.
 
 1. The sender of a direction decides, its receiver follows; the two directions are independent.
-2. Sender and Receiver are bookkeeping: they are given events (a note, a probe, a failure, the time), and leave effects.
+2. Sender and Receiver do the bookkeeping: they are given events (a note, a probe, a failure, the time), and leave
+   effects.
 3. Effects on the host path are performed at once, with the lock held: they only fill queues.
-4. Effects on the device path (posting, making and ending sessions) may wait for NCCL: a thread performs them without
+4. Effects on the device path (posting, creating and ending sessions) may wait for NCCL. A thread performs them without
    the lock, in the order in which they were left. The training thread performs those of its own calls itself.
-5. Notes between the ends go by the host path, and by the control connection while that is down; never by the device
-   path, where a receive that waits would occupy a multiprocessor.
+5. Notes between the ends use the host path, and the control connection while that is down. They never use the device
+   path, where a pending receive would occupy a multiprocessor.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class DeviceSide:
         return work
 
     def do(self, work: DeviceWork) -> None:
-        """Perform the actions. Without the lock."""
+        """Perform the actions. Call without the lock."""
         for send, header in work.sends:
             self._path.send(send, header=header)
         for receive in work.receives:
@@ -135,7 +136,7 @@ class HostSide:
         due: deque[int],
         channel: ControlChannel,
     ) -> None:
-        """`due`: sequence numbers that `writer` is to acknowledge."""
+        """`due`: sequence numbers that `writer` must acknowledge."""
         self._state, self._retransmit_queue, self._copies, self._writer = state, retransmit_queue, copies, writer
         self._due, self._channel = due, channel
 
@@ -166,7 +167,7 @@ class HostSide:
 
     @property
     def can_probe(self) -> bool:
-        """Return whether a probe would leave at once, with none before it."""
+        """Return whether a probe would leave at once, with no probe before it."""
         return self._state.session is not None and not self._retransmit_queue.probing
 
     def send_probe(self, message: Computed, number: int, now_s: float) -> None:
@@ -177,7 +178,7 @@ class HostSide:
             self._state.health.fail(str(cause))
 
     def move(self, effects: SenderEffects[Computed], now_s: float) -> None:
-        """Move messages between the two paths, as the sender demands."""
+        """Move messages between the two paths, as the sender's effects say."""
         if not effects.withdrawals and not effects.resends:
             return
         waiting = {message.number: message for message in self._retransmit_queue.messages(elsewhere=True)}
@@ -191,8 +192,7 @@ class HostSide:
         self._state.notify_waiting()
 
     def unacknowledged(self) -> list[Posted[Computed]]:
-        """Return the host path's unacknowledged messages, for the device path; none if the device does not return
-        them."""
+        """Return the host path's unacknowledged messages, for the device path; none if the device has failed."""
         try:
             return [
                 Posted(message.number, message.key, message.payload.computed())
@@ -225,8 +225,10 @@ class SecondPath:
 
 
 class PathSwitch:
-    """Path selection of a link. Callers hold the link's lock, except for `do`. Until `thread` runs, all takes the
-    host path."""
+    """Path selection of a link. Callers hold the link's lock, except for `do`.
+
+    Until `thread` runs, all messages take the host path.
+    """
 
     def __init__(
         self, lock: threading.Lock, state: HostLinkState, second: SecondPath, host: HostSide, device: DevicePath
@@ -258,9 +260,8 @@ class PathSwitch:
         self.receiver.post(key, self._specification)
 
     def measure(self, device: torch.device) -> None:
-        """Probe the path that is not in use with messages of the usual size, unless a burst is in flight.
-
-        `device`: of the tensors.
+        """Probe the unused path with messages of the usual size, unless a burst is in flight. `device`: of the
+        tensors.
         """
         if not self._usual_nbytes:
             return
@@ -271,7 +272,7 @@ class PathSwitch:
             self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
 
     def take_prompt(self) -> DeviceWork:
-        """Return the actions that the calling thread is to `do` at once; the rest is for `thread`."""
+        """Return the actions that the calling thread must `do` at once; the rest is for `thread`."""
         self._settle_effects()
         work = self._device.take_prompt()
         self._wake_if_pending()
@@ -335,7 +336,9 @@ class PathSwitch:
     # What the host path and the line bring.
 
     def host_changed(self, *, up: bool) -> None:
-        """Record that the host path is up or down. Acknowledgements written last may not have arrived: repeat them."""
+        """Record that the host path is up or down, and repeat the latest acknowledgements, which may not have
+        arrived.
+        """
         self.receiver.confirm_again()
         if up:
             self._host_probes.drop()  # what was under way tells how long the link was down
@@ -404,7 +407,8 @@ class PathSwitch:
 
     def arrived(self, session: int, nbytes: int, arrived_s: float) -> MessageKey | None:
         """Record the arrival of a session's next message; return its key, None if nothing waits for it. Then call
-        `settle`."""
+        `settle`.
+        """
         number = self.receiver.arrived(session, nbytes, arrived_s)
         return None if number is None or number < 0 else self.receiver.key(number)
 

@@ -31,8 +31,9 @@ class ControlChannel:
     """Numbers and orders the notes of both directions of a link. Not thread-safe: callers hold the link's lock."""
 
     def __init__(self, send: Callable[[int, bytes], None]) -> None:
-        """`send(number, packet)` puts a note on the control connection. Returns at once; the note is lost if that
-        breaks."""
+        """`send(number, packet)` puts a note on the control connection and returns at once. The note is lost if that
+        breaks.
+        """
         self._send = send
         self._posted = 0
         self._next = 0
@@ -49,7 +50,7 @@ class ControlChannel:
         return number
 
     def acknowledged(self, number: int) -> None:
-        """Release this note, which the peer has."""
+        """Release the note of this number, which the peer has."""
         self._unacknowledged.pop(number, None)
 
     def noted(self, below: int) -> None:
@@ -58,7 +59,7 @@ class ControlChannel:
             del self._unacknowledged[number]
 
     def on_reconnected(self) -> None:
-        """Mark all notes as unsent: those on the former control connection may be lost."""
+        """Mark all notes as unsent: notes on the former control connection may be lost."""
         self._sent.clear()
 
     def send_overdue(self, now_s: float) -> None:
@@ -75,7 +76,7 @@ class ControlChannel:
         return min(unsent, default=math.inf) + OVERDUE_S
 
     def take(self, number: int, packet: bytes) -> list[bytes]:
-        """Take in a note; return those that can be read now, in order. Duplicates change nothing."""
+        """Process a note; return the notes that can be read now, in order. Duplicates change nothing."""
         if number >= self._next:
             self._early[number] = packet
         readable = []
@@ -110,7 +111,7 @@ class Open(TaggedMessage, tag="open", frozen=True):
     session: Natural
     number: Natural
     skipped: list[Natural] = []
-    """Numbers beyond `number` that are not sent again: the receiver has them."""
+    """Numbers beyond `number` that are not sent again: the receiver has their messages."""
 
 
 class Close(TaggedMessage, tag="close", frozen=True):
@@ -120,7 +121,7 @@ class Close(TaggedMessage, tag="close", frozen=True):
 
 
 class ReceivePosted(TaggedMessage, tag="frozen", frozen=True):
-    """From the receiver, in answer to Close: before `number`, receives are already posted on the device path."""
+    """From the receiver, in answer to Close: receives before `number` are already posted on the device path."""
 
     session: Natural
     number: Natural
@@ -141,7 +142,7 @@ class Failed(TaggedMessage, tag="failed", frozen=True):
 
 
 class Dead(TaggedMessage, tag="dead", frozen=True):
-    """From the receiver: the session is over, and the first `received` of its messages have arrived."""
+    """From the receiver: the session has ended, and the first `received` of its messages have arrived."""
 
     session: Natural
     received: Natural
@@ -156,7 +157,7 @@ class QuerySent(TaggedMessage, tag="ask", frozen=True):
 
 
 class SentCount(TaggedMessage, tag="sent", frozen=True):
-    """From the sender, in answer to QuerySent: the first `count` have been sent; the one asked after has `nbytes`."""
+    """From the sender, in answer to QuerySent: the first `count` have been sent; the queried message has `nbytes`."""
 
     session: Natural
     count: Natural

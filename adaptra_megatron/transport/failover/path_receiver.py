@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State machine of the receiving end of a link with two paths: receives to post on the device path, and when it fails.
+"""State machine of the receiving end of a link with two paths: posts receives on the device path, and detects failures.
 
 1. Receives are posted for exactly the numbers that Open and SwitchAt give to the device path, in order.
-2. A message that is late is first asked after (QuerySent): a stage that has not sent is slow, its path is not dead.
-3. Once it was sent, it may take `stall_s` plus its time at `slow_nbytes_per_s`, or twice that of the latest message
-   per byte, at most `longest_transfer_s`. Then the session is declared Dead, with the number of messages that arrived.
-4. What is declared dead stays so: a message that arrives later by that session is dropped.
+2. If a message is late, the receiver first asks whether it was sent (QuerySent). A stage that has not sent is slow; its
+   path has not failed.
+3. Once it was sent, it may take `stall_s` plus its time at `slow_nbytes_per_s`, or twice that of the latest message per
+   byte, at most `longest_transfer_s`. Then the session is declared Dead, with the number of messages that arrived.
+4. A dead session stays dead: a message that arrives later by it is dropped.
 
 Messages of the host path need no bookkeeping here: their frames carry the key. No clock, thread or I/O, as in
 path_sender.py.
@@ -113,7 +114,7 @@ class _Session:
     """Numbers of the posted receives, in order; negative for probes."""
     asked_s: float = math.inf
     sent: int = 0
-    """Count of the sender's last SentCount."""
+    """Count in the sender's last SentCount."""
     sent_s: float = math.inf
     """Time at which that arrived."""
     sent_nbytes: int = 0
@@ -150,7 +151,7 @@ class Receiver(Generic[Specification]):
 
     @property
     def carries(self) -> bool:
-        """Return whether this session has carried messages, or is to."""
+        """Return whether this session has carried messages, or will."""
         return self._session is not None and self._session.opened is not None
 
     @property
@@ -168,7 +169,7 @@ class Receiver(Generic[Specification]):
         )
 
     def post(self, key: MessageKey, specification: Specification) -> int:
-        """Number the next message of the directed link, whose receive is posted; return the number."""
+        """Assign the next number of the directed link to a message whose receive is posted; return it."""
         number = self.posted
         self._asked[number] = (key, specification)
         self._asked.pop(number - _REMEMBERED, None)
@@ -192,8 +193,10 @@ class Receiver(Generic[Specification]):
         self._issue()
 
     def arrived(self, session: int, nbytes: int, now_s: float) -> int | None:
-        """Record the arrival of the session's next message; return its number, None if the session is over (it then
-        counts as not arrived)."""
+        """Record the arrival of the session's next message; return its number.
+
+        Returns None if the session has ended: the message then counts as not arrived.
+        """
         current = self._session
         if current is None or current.number != session:
             return None
@@ -218,7 +221,7 @@ class Receiver(Generic[Specification]):
             self.effects.confirm = (self._session.number, self._session.confirmed)
 
     def failed(self, session: int, cause: str) -> None:
-        """End the session: what has not arrived will come by the host path."""
+        """End the session: messages that have not arrived will come by the host path."""
         current = self._session
         if current is None or current.number != session:
             return
@@ -232,7 +235,7 @@ class Receiver(Generic[Specification]):
         self.effects.end.append(session)
 
     def on_note(self, note: FromSender, now_s: float) -> None:
-        """Handle a note. All but CreateSession are ignored if they are of another session."""
+        """Handle a note. All but CreateSession are ignored if they belong to another session."""
         if isinstance(note, CreateSession):
             if self._session is not None:
                 self.failed(self._session.number, "the sender began another session")
@@ -289,8 +292,10 @@ class Receiver(Generic[Specification]):
         return now_s + settings.suspicion_s
 
     def _issue(self) -> None:
-        """Post the receives that are due, in sending order: only of messages whose receive the training has posted,
-        since the sizes of others are unknown."""
+        """Post the receives that are due, in sending order, but only of messages that the training has posted.
+
+        The sizes of others are unknown.
+        """
         current = self._session
         if current is None or not current.ready:
             return

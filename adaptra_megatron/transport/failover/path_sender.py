@@ -2,12 +2,12 @@
 """State machine of the sending end of a link with two paths.
 
 1. Messages are numbered in the order of posting, over both paths. The device path carries intervals of numbers.
-2. Planned change to the host path: Close; the receiver answers with the first number it has no receive posted for;
-   SwitchAt names the later of that and what has been posted. Neither end waits, nothing is sent twice.
+2. Planned change to the host path: Close; the receiver answers with the first number without a posted receive; SwitchAt
+   names the maximum of that and the number of posted messages. Neither end waits, nothing is sent twice.
 3. Change to the device path: one note, Open(number).
-4. Failure: the receiver alone says what has arrived (Dead). Only then is the rest sent again by the host path: the
-   sender cannot tell a message that is late from one that is lost.
-5. A host path that is down for `host_patience_s` is left the same way, with all that it had not delivered.
+4. Failure: only the receiver knows which messages have arrived (Dead). The rest is sent again by the host path only
+   after that, since the sender cannot tell a late message from a lost one.
+5. A host path that is down for `host_patience_s` is left in the same way, with all its undelivered messages.
 6. After a failure the next session waits for a back-off, and must carry eight probes before it carries messages.
 
 Phases of a device session; messages take the device path while it carries or drains, else the host path:
@@ -17,7 +17,7 @@ Phases of a device session; messages take the device path while it carries or dr
     any of them -> FAILED -> no session, for a back-off         Failed, or the receiver's Dead, which ends the session
 
 No clock, no thread, no I/O: times are arguments (seconds of the monotonic clock), actions are left in `effects`. So
-tests play both ends through every order of events.
+tests run both ends through every order of events.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from adaptra_megatron.transport.message_keys import MessageKey
 class Burst:
     """State of one probe burst at its sender. Not thread-safe: callers hold the link's lock.
 
-    A probe leaves once the one before has arrived: so it finds the path idle, and its time is that of one message. A
-    burst counts as a whole or not at all.
+    A probe is sent once the previous one has arrived. So it finds the path idle, and its time is that of one message. A
+    burst is complete or discarded.
     """
 
     path: Path
@@ -83,7 +83,7 @@ class Burst:
         self.sent_s.append(now_s)
 
     def answered(self, number: int, arrived_s: float) -> bool:
-        """Record the arrival of a probe; return False if it belongs to a burst that was cut short."""
+        """Record the arrival of a probe; return False if its burst was cut short."""
         if self.waiting_since_s is None or number != self._number:
             return False
         self.arrived_s.append(arrived_s)
@@ -121,7 +121,7 @@ class HostProber:
         self._send_next(now_s)
 
     def answered(self, number: int, arrived_s: float, now_s: float) -> list[ProbeTimes]:
-        """Record that the peer has a probe, by its clock; return the burst's times if that was the last one."""
+        """Record the peer's receipt of a probe, by its clock; return the burst's times if that was the last one."""
         burst = self._burst
         if burst is None or not burst.answered(number, arrived_s):
             return []
@@ -157,7 +157,7 @@ class Posted(Generic[Payload]):
 
 @dataclass(frozen=True)
 class DeviceSend(Generic[Payload]):
-    """A send in this session with this index; without a message, a probe."""
+    """A send in this session with this index; without a message, it is a probe."""
 
     session: int
     index: int
@@ -239,7 +239,9 @@ class Sender(Generic[Payload]):
         nbytes_of: Callable[[Payload], int],
         is_computed: Callable[[Payload], bool] = lambda payload: True,
     ) -> None:
-        """`is_computed`: whether a posted message's content exists yet; until then the receiver cannot miss it."""
+        """`is_computed`: returns whether a posted message has been computed; until then the receiver must not
+        miss it.
+        """
         self.posted = 0
         """Number of messages posted so far: the number of the next one."""
         self.effects: SenderEffects[Payload] = SenderEffects()
@@ -309,7 +311,7 @@ class Sender(Generic[Payload]):
         return message, path
 
     def measure(self, nbytes: int) -> None:
-        """Begin a probe burst on the device path, if that is healthy and carries no messages, and `standby` is set."""
+        """Begin a probe burst on the device path, if that is healthy and idle, and `standby` is set."""
         session = self._session
         if session is None or session.phase is not SenderPhase.STANDBY or session.burst is not None:
             return
@@ -373,7 +375,7 @@ class Sender(Generic[Payload]):
     def tick(
         self, now_s: float, host_down_s: float, host_unacknowledged: Callable[[], Sequence[Posted[Payload]]]
     ) -> None:
-        """Perform timed actions. `host_down_s`: for how long the host path has been down; 0 while it is up."""
+        """Perform timed actions. `host_down_s`: how long the host path has been down; 0 while it is up."""
         if self._session is None:
             wanted = self._settings.standby or host_down_s > self._settings.host_patience_s
             if wanted and now_s >= self._rest_until_s:
@@ -460,7 +462,7 @@ class Sender(Generic[Payload]):
         return burst.waiting_since_s + self._settings.probe_limit_s + self._transfers.allowed_s(burst.nbytes)
 
     def _cut_burst_short(self, session: _Session[Payload]) -> None:
-        """Send the rest of the announced burst at once, unmeasured: the receiver expects it before the messages."""
+        """Send the rest of the announced burst at once, unmeasured: the receiver expects it before further messages."""
         if session.burst is not None:
             for _ in range(session.burst.count - len(session.burst.sent_s)):
                 self._send_probe(session, session.burst.nbytes)
@@ -486,7 +488,7 @@ class Sender(Generic[Payload]):
             self.effects.notes.append(Close(session.number))
 
     def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
-        """Move to the device path: messages from now on, and those stranded on a failed host path."""
+        """Move to the device path: all later messages, and those stranded on a failed host path."""
         self._cut_burst_short(session)
         first = min((message.number for message in stranded), default=self.posted)
         taken = {message.number for message in stranded}

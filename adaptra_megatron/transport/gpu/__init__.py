@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give transports what they need of GPUs: streams, events, clocks, copies to and from page-locked memory."""
+"""Streams, events, clocks and copies to and from page-locked memory, for transports on GPUs."""

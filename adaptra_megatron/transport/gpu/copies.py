@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move a link's messages from where the training has them into a ring, and out of one: what a link asks for.
+"""Define how a link moves its messages between the training's device and its rings.
 
-A link asks its `Copies` for a `Payload` per message sent and a `Receipt` per message received, and treats all devices
-alike. On the CPU messages are copied by those who write and read the ring; on a GPU, by copies on streams of their own.
+A link gets from its `Copies` a `Payload` per sent message and a `Receipt` per received message, and treats all devices
+alike. On the CPU the threads that write and read the ring copy messages; on a GPU, streams of the link do.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ class Payload(Protocol):
 
     @property
     def inline(self) -> bool:
-        """Return whether any thread may write it at once: its bytes are in host memory."""
+        """Return whether any thread may write it at once, since its bytes are in host memory."""
 
     @property
     def ready(self) -> bool:
         """Return whether `write` can begin: the tensor has been computed, or the device has failed (`write` then
-        raises)."""
+        raises).
+        """
 
     def write(self, ring: Ring, description: Description, deadline_s: float) -> None:
         """Write the message into a ring. May be repeated, with another ring.
 
-        Raises TimeoutError if the ring has no room by `deadline_s`, RingClosedError, and TransportError if the
-        device failed. A part of the message may then be in the ring.
+        Raises TimeoutError if the ring has no room by `deadline_s`, RingClosedError, and TransportError if the device
+        failed. Part of the message may then be in the ring.
         """
 
     def computed(self) -> Computed:
@@ -68,8 +69,10 @@ class Receipt(Protocol):
 
 
 class Copies(Protocol):
-    """Copies of one link between the training's device and its rings. The training thread calls `computed` and takes
-    receipts."""
+    """Copies of one link between the training's device and its rings.
+
+    The training thread calls `computed` and takes receipts.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -81,14 +84,13 @@ class Copies(Protocol):
 
     @property
     def by_parts(self) -> bool:
-        """Return whether posted messages are received part by part, straight out of the ring."""
+        """Return whether posted messages are received part by part, directly from the ring."""
 
     def use_rings(self, outbound: Ring, inbound: Ring) -> None:
         """Prepare the rings of a new session for copies, which may take long. Not for the training thread."""
 
     def computed(self, tensor: torch.Tensor) -> Computed:
-        """Return a tensor with the event after the work on the current stream that computes it, for any thread to
-        send.
+        """Return a tensor with an event behind its computation on the current stream; any thread may then send it.
 
         Raises TransportError if the device failed.
         """
@@ -100,8 +102,9 @@ class Copies(Protocol):
         """
 
     def receive(self, host: torch.Tensor, block_nbytes: int) -> Receipt:
-        """Take a whole message, at the beginning of a host block of `block_nbytes`. Without locks: page-locks new
-        memory."""
+        """Take a whole message at the beginning of a host block of `block_nbytes`. Call without locks: new memory is
+        page-locked.
+        """
 
     def receive_part(self, part: Event, dtype: torch.dtype, ring: Ring) -> Receipt | None:
         """Take a part of a message and release its slots soon; return the receipt with the last part, else None."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The little of torch.cuda that copies between a GPU and host memory need, and nothing else of it."""
+"""Wrap the few functions of torch.cuda that copies between a GPU and host memory need."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CudaEvent(Protocol):
 
 
 class Computed(NamedTuple):
-    """A tensor and the event after its computation, which another stream or thread must wait for."""
+    """A tensor and the event behind its computation, which other streams and threads must wait for."""
 
     tensor: torch.Tensor
     event: CudaEvent | None
@@ -69,8 +69,8 @@ class Device(Protocol):
     def memory_stream(self) -> Stream:
         """Stream on which memory of received tensors is allocated. Nothing runs on it.
 
-        So memory that one link has released serves any other at once; whoever uses a tensor on another stream must
-        keep it until that use is done.
+        So memory that one link has released serves any other at once. Code that uses a tensor on another stream must
+        keep it until that use has ended.
         """
 
     def new_stream(self) -> Stream:
@@ -203,7 +203,7 @@ def device_of(tensors: torch.device) -> CudaDevice | None:
 class DeviceThread(threading.Thread):
     """Thread that may call CUDA while another thread captures a CUDA graph.
 
-    In a thread's initial capture mode, most calls invalidate any capture in the process (pytorch#104487).
+    In a thread's default capture mode, most calls invalidate any capture in the process (pytorch#104487).
     """
 
     def __init__(self, target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> None:

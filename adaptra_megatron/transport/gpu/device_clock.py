@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments on a GPU's stream in seconds of the host's monotonic clock; to mark one is not to wait for it.
+"""Record times on a GPU's stream in seconds of the host's monotonic clock, without waiting for the device.
 
-The two clocks are related by anchors: events on a stream that nothing else is on, so the device comes to one as soon as
-it is asked to, and a thread that looks for it again and again sees that at once. A thread that slept would see it once
-woken, milliseconds later on a busy host. After an anchor the device's clock runs as it ran between the last two.
+Anchors relate the two clocks: events on a stream without other work, so that the device reaches one as soon as it is
+recorded, and a polling thread sees that at once. A sleeping thread would see it only once it is woken, milliseconds
+later on a busy host. After an anchor the device's clock is assumed to run as it ran between the last two.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class DeviceClock:
     def seconds(self, marks: Iterable[Mark]) -> list[float]:
         """Return the times (time.monotonic, seconds) of marks that the device has passed.
 
-        Takes a new anchor if the last is too old, about 1 ms; the first time, and after a minute without one, it
-        waits for it. Raises RuntimeError if the device failed.
+        Takes a new anchor if the last is too old, in about 1 ms. The first time, and after a minute without one, it
+        waits for the anchor. Raises RuntimeError if the device failed.
         """
         self._relate()
         latest = self._anchors[-1]

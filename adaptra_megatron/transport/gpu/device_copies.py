@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ways of a link's messages between a device and its rings."""
+"""Move a link's messages between a GPU and its rings, in both directions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNLIMITED_NBYTES = 1 << 62
 
 
 class DeviceReceipt:
-    """A received tensor that another path brought to the device, complete."""
+    """A received tensor that is already on the device: another path brought it."""
 
     __slots__ = ("_device", "_link", "_tensor")
 
@@ -26,7 +26,7 @@ class DeviceReceipt:
         self._tensor, self._device, self._link = tensor, device, link
 
     def begin(self) -> None:
-        """Do nothing: the tensor is there."""
+        """Do nothing: the tensor is on the device."""
 
     def take(self) -> torch.Tensor:
         # Its memory is that stream's, which does not know what the training still does with it once it is freed.
@@ -38,8 +38,10 @@ class DeviceReceipt:
 
 
 class DeviceCopies:
-    """Copies for training on a GPU, with a stream for each direction of the link, which wait only for the
-    computation that makes a message."""
+    """Copies for training on a GPU, with a stream for each direction of the link.
+
+    The streams wait only for the computation of a message.
+    """
 
     pooled_nbytes = UNLIMITED_NBYTES  # the promise that page-locking needs: see `PageLocks`
     by_parts = True

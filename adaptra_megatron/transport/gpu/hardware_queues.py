@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hardware queues that a GPU has for the streams of a process, what plans make of them, and what to do about it."""
+"""Count a GPU's hardware queues for the streams of a process, and describe what plans assume about them."""
 
 from __future__ import annotations
 

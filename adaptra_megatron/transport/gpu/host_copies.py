@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a link's messages between the training and its rings where both are in host memory."""
+"""Move a link's messages between the training and its rings if both are in host memory."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Received messages on their way from host memory to a device.
+"""Copy received messages from host memory to a device.
 
-A message that was asked for before it began to come is copied part by part, straight out of the ring, by whichever
-thread reads that; a thread of this object lets the sender have the slots again when the device has read them. Nothing
-that a slot waits for waits for the training, so the ring never stands still for long. Any other message is put together
-in host memory first, and its copy is put on the copy stream when it is asked for: so the device has no more received
-messages in its memory than if their receives had been posted with torch.distributed. The training thread's `take` makes
-its stream wait for the copy's event, not itself.
+A message whose receive was posted before it began to arrive is copied part by part, directly from the ring, by the
+thread that reads the ring. A thread of this object releases each slot once the device has read it. Slots never wait for
+the training, so the ring does not stall. Any other message is assembled in host memory first, and copied when its
+receive is posted: so the device holds no more received messages than with receives of torch.distributed. The training
+thread's `take` makes its stream wait for the copy's event, and does not wait itself.
 
-The tensor comes from a share of the device's memory that only received tensors have, for there nothing has to be waited
-for before the copy: memory that computation has just freed may still be in use by what is queued. In return its memory
-must be kept, once freed, until computation that uses it is done.
+Received tensors come from a share of the device's memory of their own, so that no copy has to wait: memory that
+computation has just freed may still be in use by queued work. In return, such memory must be kept, once freed, until
+the computation that uses it has ended.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class _UnderWay(NamedTuple):
     part: tuple[Ring, int, int] | None
     """(ring, first slot, slots) that the copy reads; None for a whole message."""
     last: bool
-    """True if the message is complete with this copy: its receipt uses the event."""
+    """True if the copy completes the message: its receipt uses the event."""
 
 
 class IncomingCopies:

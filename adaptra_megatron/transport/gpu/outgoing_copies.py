@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on their way from a device into a link's ring, part by part, while the training goes on.
+"""Copy messages from a device into a link's ring, part by part, while the training continues.
 
-The training thread only records where in its stream a tensor is made. A thread of this object sleeps until the device
-has come there, message after message, and tells the link's writing thread. That one claims slots, has the device copy
-into them, and publishes a part when its copy is done, while the next part is copied and the one before is sent.
+The training thread only records an event behind a tensor's computation. A thread of this object sleeps until the device
+reaches it, message after message, and wakes the link's writing thread. That thread claims slots, has the device copy
+into them, and publishes each part when its copy is complete, while the next part is copied and the previous one is
+sent.
 
-No slot is claimed for what the device has yet to make: slots are published in the order of claiming, and all else that
-goes through the ring, acknowledgements above all, must not wait for computation.
+No slot is claimed before the tensor is computed: slots are published in the order of claiming, and all other traffic of
+the ring, above all acknowledgements, must not wait for computation.
 
 A tensor is held until the peer has acknowledged it, as it may have to be sent again through another ring. By then the
-device has read it: its memory needs no record_stream, which would keep it until everything behind it on the copy stream
-is done, the next messages included.
+device has read it, so its memory needs no record_stream. That would keep the memory until all later work on the copy
+stream is complete, the next messages included.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-locks host memory that is there already, so that a device copies into it and out of it by itself: rings, and the
-memory of messages that arrive before they are asked for.
+"""Page-lock existing host memory, so that a device can copy to and from it by DMA.
 
-Locking costs more than copying a message, but once: an inbox uses its memory again, and a ring lasts for a session. It
-may wait for all that the device does, so it is not for the training thread.
+This is for rings, and for messages that arrive before their receive is posted. Locking costs more than copying a
+message, but only once: an inbox reuses its memory, and a ring lasts for a session. It may wait for all pending work of
+the device, so it is not for the training thread.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _POLL_S = 0.001
 class PageLocks:
     """Page-locked memory of one link, by address.
 
-    Memory must stay mapped until it is unlocked: the kernel would reuse its addresses, which the device would take
-    for locked. So an inbox with unlimited `pooled_nbytes` keeps its memory: as much as was ever used at once.
+    Memory must stay mapped until it is unlocked: the kernel could reuse its addresses, and the device would consider
+    them locked. So an inbox with unlimited `pooled_nbytes` keeps its memory, as much as was ever used at once.
     """
 
     def __init__(self, device: Device, link: str) -> None:
@@ -38,7 +38,7 @@ class PageLocks:
     def lock(self, address: int, nbytes: int) -> bool:
         """Page-lock whole pages from `address` on; return whether they are locked.
 
-        If the system refuses, that is logged once, and copies are slower from then on.
+        If the system refuses, that is logged once, and later copies are slower.
         """
         with self._lock:
             if self._refused or address in self._locked:
@@ -84,7 +84,7 @@ class PageLocks:
 class RingPages:
     """Page locks of the ring that one direction of a link uses, from the beginning of a session until the next.
 
-    A late copy from a former ring finds its pages unlocked, and is slow.
+    A late copy from an earlier ring finds its pages unlocked, and is slow.
     """
 
     def __init__(self, device: Device, stream: Stream, locks: PageLocks) -> None:
@@ -97,8 +97,9 @@ class RingPages:
         """Former rings that are still locked, hence mapped: the device has not finished copies in them."""
 
     def use(self, ring: Ring | None, drain_s: float = DRAIN_S) -> bool:
-        """Change to another ring, or to none. Returns False if copies are in progress after `drain_s`: the pages
-        stay locked."""
+        """Change to another ring, or to none. Returns False if copies are in progress after `drain_s`: pages then stay
+        locked.
+        """
         if ring is not None:
             self._locks.lock(ring.slots_address, ring.slots_nbytes)
         with self.launching:

@@ -25,7 +25,7 @@ def shares_queues(device: torch.device) -> bool:
 
 
 def has_one_queue(device: torch.device) -> bool:
-    """Return whether a GPU has one hardware queue, as Megatron demands for some layouts."""
+    """Return whether a GPU has one hardware queue, as Megatron requires for some layouts."""
     return device.type == "cuda" and hardware_queues() == 1
 
 

@@ -4,13 +4,13 @@
 Wire format of the host path, the same in a ring's slot and on a TCP connection (csrc/ring/frame.hpp has the layout):
 
 1. A frame is a header of 128 bytes and up to one slot of payload. Its magic number fixes byte order and layout; there
-   is no version field, as all ranks of a job are to run one version of the package.
-2. The header names message (sequence number, key), data type, shape, and where in the message the payload belongs. So
-   frames of one message may come in any order, over several connections, and twice.
-3. `check_frame` (native) checks a header before anything of it is used: each payload is a whole slot or the
-   message's last. Frames then neither overlap nor leave gaps, and sizes are bounded before memory is taken.
+   is no version field, as all ranks of a job run one version of the package.
+2. The header names message (sequence number, key), data type, shape, and the payload's offset in the message. So frames
+   of one message may come in any order, over several connections, and twice.
+3. `check_frame` (native) validates a header before it is used: each payload is a whole slot or the message's last. So
+   frames neither overlap nor leave gaps, and sizes are bounded before memory is allocated.
 4. The key's iteration and attempt share a field: `iteration << 16 | attempt`.
-5. Direction 2 marks what is no tensor: a note (chunk 0; its number stands for the iteration) or a probe (chunk 1).
+5. Direction 2 marks frames without a tensor: a note (chunk 0; its number replaces the iteration) or a probe (chunk 1).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def is_probe(event: Event) -> bool:
 
 
 def ask(inbox: Inbox, key: MessageKey) -> None:
-    """Have this message delivered in parts, unless it has begun to arrive."""
+    """Receive this message in parts, unless it has begun to arrive."""
     inbox.ask(
         iteration=_turn(key),
         direction=_DIRECTIONS.index(key.direction),

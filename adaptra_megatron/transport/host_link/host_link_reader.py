@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving half of one end of a link: events out of the inbound ring, by two threads.
+"""Receiving half of one end of a link: two threads read events out of the inbound ring.
 
-A waiting thread reads the ring too: a message that it waits for then wakes it at once, instead of waking the reading
-thread that wakes it.
+A waiting thread reads the ring, too. So a message that it waits for wakes it directly, and not by way of the reading
+thread.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ReaderEvents(Protocol):
     """Callbacks of the reader to its link, with the lock held."""
 
     def take(self, event: Event, receipt: Receipt | None) -> None:
-        """Handle an event, with its tensor if it is a message. Raises ValueError for an impossible one."""
+        """Handle an event, with its tensor if it is a message. Raises ValueError for an invalid one."""
 
     def given_up_from_s(self, key: MessageKey | None) -> float:
         """Return the time at which waiting for `key` (None: for all sends) fails."""
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """Do what waiting since `since_s` calls for; return when to call this again."""
+        """Handle a wait that began at `since_s`; return when to call this again."""
 
 
 class HostLinkReader:
@@ -57,7 +57,7 @@ class HostLinkReader:
         events: ReaderEvents,
         settings: HostSettings,
     ) -> None:
-        """`due`: sequence numbers that `writer` is to acknowledge."""
+        """`due`: sequence numbers that `writer` must acknowledge."""
         self._lock, self._state, self._copies = lock, state, copies
         self._writer, self._due, self._events = writer, due, events
         self._inbox = Inbox(
@@ -77,8 +77,7 @@ class HostLinkReader:
         return self._inbox.doubles
 
     def ask(self, key: MessageKey) -> None:
-        """Have a message delivered in parts, by the shortest way, since its receive is posted. With or without the
-        lock."""
+        """Receive a message in parts and directly, since its receive is posted. With or without the lock."""
         if self._copies.by_parts:
             ask(self._inbox, key)
 
@@ -137,9 +136,9 @@ class HostLinkReader:
     def _read(
         self, session: Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False
     ) -> Callable[[], bool]:
-        """Wait for an event of the inbound ring until `until_s`, without the lock.
+        """Wait for an event of the inbound ring until `until_s`. Call without the lock.
 
-        Returns a function to call with the lock, which returns False if this session delivers nothing more.
+        Returns a function to call with the lock; that returns False if this session delivers nothing more.
         """
         try:
             event = self._inbox.next(session.inbound, until_s, seen_pokes, hurry)
@@ -177,15 +176,16 @@ class HostLinkReader:
         return self._acknowledge(session)
 
     def _acknowledge(self, session: Session, *, more: bool = True) -> bool:
-        """Have due acknowledgements written, several together while more events are ready, as each wakes the peer.
-        Returns `more`."""
+        """Write due acknowledgements, several at once while more events are ready, since each wakes the peer. Returns
+        `more`.
+        """
         due = len(self._due)
         if due and (due >= ACKNOWLEDGED_TOGETHER or not more or not session.inbound.backlog):
             self._writer.acknowledge()
         return more
 
     def _received(self, event: Event, ring: Ring) -> Receipt | None:
-        """Return the message that is complete with this event; None if none with a key is. Without the lock."""
+        """Return the message that this event completes; None if it completes none with a key. Call without the lock."""
         if event.kind == Event.Kind.PART:
             return self._copies.receive_part(event, type_of(event), ring)
         return self._copies.receive(tensor_of(event), event.block_nbytes) if is_tensor(event) else None

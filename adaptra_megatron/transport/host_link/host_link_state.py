@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share the state of one end of a link: its session, its health, and who waits for news."""
+"""State of one end of a link, shared by its parts: session, health, and the waiting thread."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _CAUSE_S = 0.2
 
 
 class LinkHealth:
-    """Health of one link: up, down, closed or failed, and the errors that say so. Times are arguments (monotonic
-    seconds)."""
+    """Health of one link: up, down, closed or failed, and the errors for each. Times are arguments (monotonic
+    seconds).
+    """
 
     def __init__(
         self, ends: LinkEnds, grace_s: float, now_s: float, *, one_network: bool = True, opens_s: float = 0.0
@@ -68,12 +69,12 @@ class LinkHealth:
             self._peer_closed_s = now_s
 
     def on_peer_running(self, running: bool, now_s: float) -> None:
-        """Record that the peer's process is stopped, or runs again; then it has the grace period to reconnect."""
+        """Record that the peer's process is stopped, or runs again; it then has the grace period to reconnect."""
         self._stopped_s = None if running else now_s
         self._grace_from_s = now_s
 
     def line_changed(self, unreachable: str | None) -> None:
-        """Record why the peer's host does not answer; None: it does."""
+        """Record why the peer's host does not answer; None: it answers."""
         self._unreachable = unreachable
 
     @property
@@ -82,7 +83,7 @@ class LinkHealth:
         return self._failure is not None
 
     def travels(self, *, one_network: bool) -> None:
-        """Set `one_network`, once the wire is known: see `__init__`."""
+        """Set `one_network` once the wire is known: see `__init__`."""
         self._one_network = one_network
 
     @property
@@ -91,8 +92,9 @@ class LinkHealth:
         return self._peer_closed_s is not None
 
     def broken_from_s(self) -> float:
-        """Return the time at which waits fail: -inf if they fail now, inf while the link is up or the peer is only
-        stopped."""
+        """Return the time at which waits fail: -inf if they fail now; inf while the link is up or the peer is only
+        stopped.
+        """
         if self._failure is not None:
             return -math.inf
         if self._peer_closed_s is not None:
@@ -217,7 +219,7 @@ class HostLinkState:
     def note_end(self, cause: str | None = None) -> None:
         """Record the cause of a session's end (the first one counts), or that all of the session has been read.
 
-        The end is logged after both, since a FIN may still be unread: then it is no failure.
+        The end is logged after both: an unread FIN would mean that the end is no failure.
         """
         if cause is not None and self._may_end:
             self._ended_by, self._may_end = cause, False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sending half of one end of a link: acknowledgements and a retransmit queue's messages into the outbound ring.
+"""Sending half of one end of a link: writes acknowledgements and a retransmit queue's messages into the outbound ring.
 
-A thread does what may have to wait. What is small, and finds room at once, the posting thread writes itself.
+A thread performs the writes that may have to wait. The posting thread itself writes small messages that find room.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _IDLE_S = 60.0
 class _Outcome(enum.Enum):
     WRITTEN = enum.auto()
     FULL = enum.auto()
-    """Nothing, or a part, was in the ring at the deadline."""
+    """None or part of it was in the ring at the deadline."""
     FAILED = enum.auto()
     """The device failed."""
     CLOSED = enum.auto()
     CORRUPTED = enum.auto()
-    """The ring holds what no process of ours writes."""
+    """The ring holds invalid data, which no process of ours writes."""
 
 
 class HostLinkWriter:
@@ -142,7 +142,7 @@ class HostLinkWriter:
         return _Outcome.WRITTEN
 
     def _settle(self, session: Session, work: Outgoing | int, outcome: _Outcome) -> None:
-        """Record the outcome; what did not get in is due again."""
+        """Record the outcome; unwritten items are due again."""
         state = self._state
         if outcome is _Outcome.CLOSED and state.session is session:
             # The next session has other rings, and begins with all that is not acknowledged.

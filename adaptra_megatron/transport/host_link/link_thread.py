@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run what gives up the lock of one end of a link for a while: its threads, and callers that wait in the place of one.
+"""Run code that releases the lock of one end of a link for a while: its threads, and callers that do a thread's work.
 
-A link takes its lock for every caller, and calls what it is made of with it, unless a docstring says otherwise. What
-may take time is done without the lock, here alone.
+A link takes its lock for every caller, and calls its parts with it, unless a docstring says otherwise. Only this module
+runs slow operations without the lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Work = Callable[[], Callable[[], Result] | None]
 
 
 def without(lock: threading.Lock, work: Work[Result]) -> Result | None:
-    """Do `work` without the lock, then, with it, what that returned; return the result."""
+    """Call `work` without the lock, then its result with the lock; return the latter's result."""
     lock.release()
     try:
         settle = work()
@@ -29,8 +29,7 @@ def without(lock: threading.Lock, work: Work[Result]) -> Result | None:
 
 
 class LinkThread:
-    """Thread that asks, with the lock held, for its next work. Callers hold the lock, unless a method says
-    otherwise."""
+    """Thread that asks for its next work with the lock held. Callers hold the lock, unless a method says otherwise."""
 
     def __init__(self, lock: threading.Lock, name: str, next_work: Callable[[], Work[object] | float | None]) -> None:
         """`next_work` returns work, the longest time to sleep in seconds, or None to end."""
@@ -48,7 +47,7 @@ class LinkThread:
             self._thread.join(timeout_s)
 
     def wake(self) -> None:
-        """Wake the thread: there may be work, another time to wake up, or the link closes."""
+        """Wake the thread: there may be work, an earlier time to wake up, or the link closes."""
         self._to_do.notify()
 
     def _run(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to one neighbour, from posting until it has acknowledged them: all that may have to be sent again."""
+"""Queue the messages to one neighbour until it has acknowledged them, and those from it until they are used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReceiveQueue:
         return key in self._arrived
 
     def post(self, key: MessageKey, now_s: float) -> None:
-        """Post the receive of `key`. A receive of a later attempt drops what is left of earlier ones."""
+        """Post the receive of `key`. A receive of a later attempt drops the remains of earlier ones."""
         assert key not in self._posted, f"{key} was posted twice"
         assert key.turn >= self._turn, f"{key} is posted in attempt {self._turn}"
         if key.turn > self._turn:
@@ -114,7 +114,7 @@ class Outgoing:
     payload: Payload
     posted_s: float
     written: bool = False
-    """True while it is in the ring of the present session, wholly or in part."""
+    """True while it is in the ring of the present session, in whole or in part."""
     elsewhere: bool = False
     """True if another path carries it now: the receiver does not wait for this one."""
     probe: bool = False
@@ -158,7 +158,7 @@ class RetransmitQueue:
 
     @property
     def probing(self) -> bool:
-        """Return whether a probe is in flight, though it may be void: the receiver has memory for one."""
+        """Return whether a probe is in flight, even a discarded one: the receiver has memory for one."""
         return any(message.probe for message in self._unacknowledged.values())
 
     def oldest(self) -> Outgoing | None:
@@ -182,7 +182,7 @@ class RetransmitQueue:
             self._written_nbytes += message.payload.nbytes
 
     def mark_unwritten(self, message: Outgoing) -> None:
-        """Queue a message again that did not get through. Does nothing if it has been acknowledged."""
+        """Queue a message again that was not written completely. Does nothing if it has been acknowledged."""
         if message.written and message.sequence in self._unacknowledged:
             self._forget(message)
             line = self._line(message)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection between the training processes at both ends of a link, for control messages."""
+"""Control connections between the training processes at both ends of each link."""

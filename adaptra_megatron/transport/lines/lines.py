@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control connections: one per link, between its two training processes, apart from both paths and the delegates.
 
-1. It carries control messages that the host path has not acknowledged in time, and the failure of ranks, whatever has
-   become of paths, delegates and the job's store. No training data.
-2. It detects how the peer is: a process that ended closes its connections, and nothing listens in its place (failed);
-   one that is stopped sends no heartbeat for SILENT_S while its kernel answers (waited for); a host that acknowledges
-   nothing for UNREACHABLE_S is unreachable (the link decides).
+1. They carry control messages that the host path has not acknowledged in time, and failures of ranks, whatever happens
+   to paths, delegates and the job's store. No training data.
+2. They detect the state of the peer. A process that ended closes its connections, and nothing listens in its place: it
+   has failed. A process that sends no heartbeat for SILENT_S while its kernel answers is stopped: it is waited for. A
+   host that acknowledges nothing for UNREACHABLE_S is unreachable: the link decides.
 3. Of several failures the first is the cause: it is sent before anything else, and once for each opening of a link.
-4. A process that closes on purpose sends Fin first; without it, its end is a failure.
-5. The lower rank connects. A broken connection is made again until either end is over, with a back-off.
+4. A process that closes on purpose sends Fin first. An end without it is a failure.
+5. The lower rank connects. A broken connection is made again, with a back-off, until either end is closed.
 6. Messages are lost with their connection. ControlChannel sends them again; failures wait for the next connection.
 
 Wire format: one JSON object per line of text, at most LINE_NBYTES. One thread serves all connections of a rank.
@@ -58,14 +58,14 @@ class LinkNoteAck(TaggedMessage, tag="noted", frozen=True):
 
 
 class RankFailed(TaggedMessage, tag="lost", frozen=True):
-    """Failure of a rank, for good."""
+    """Permanent failure of a rank."""
 
     rank: Natural
     cause: str
 
 
 class Fin(TaggedMessage, tag="bye", frozen=True):
-    """The sending process closes the connection on purpose."""
+    """Intentional end of the connection by the sending process."""
 
     cause: str | None = None
     """Why it aborts the link while messages may be in flight; None: it has no further use for the link."""
@@ -179,8 +179,9 @@ class ControlConnections:
         *,
         propagate_failures: bool = True,
     ) -> None:
-        """`name`: of a rank, in messages. `job`, `secret`: the job's. `listeners`: become this object's.
-        `propagate_failures`: whether a failed rank ends all links of all ranks, or its own alone."""
+        """`name`: returns the name of a rank in messages. `job`, `secret`: the job's. `listeners`: owned by this object
+        from now on. `propagate_failures`: whether a failed rank ends all links of all ranks, or only its own.
+        """
         self._propagate_failures = propagate_failures
         self._rank, self._name, self._job, self._listeners = rank, name, job, list(listeners)
         self._secret = hashlib.sha256(b"lines" + secret).digest()  # or a delegate's connection would do for a line
@@ -209,7 +210,9 @@ class ControlConnections:
         self._call(functools.partial(self._listen, listener))
 
     def add(self, peer: int, place: ConnectionPlace, end: LineEnd, opening: int = 1) -> None:
-        """Bring up the connection of this opening of a link; that of an earlier one must have been removed."""
+        """Bring up the connection of this opening of a link. The connection of an earlier opening must have been
+        removed.
+        """
         self._call(functools.partial(self._add, _Line(peer, place, end, opening)))
 
     def remove(self, end: LineEnd, cause: str | None = None) -> None:
@@ -217,11 +220,11 @@ class ControlConnections:
         self._call(functools.partial(self._remove, end, cause))
 
     def send(self, end: LineEnd, message: LineMessage) -> None:
-        """Send a message if the connection is up; otherwise it is dropped, unless it reports a failure."""
+        """Send a message if the connection is up; otherwise drop it, unless it reports a failure."""
         self._call(functools.partial(self._send, end, message))
 
     def fail(self, cause: str) -> None:
-        """Report to all peers, which pass it on, that this rank ends with an error."""
+        """Report to all peers that this rank ends with an error; they pass it on."""
         self._call(functools.partial(self._fail, cause))
 
     def close(self) -> None:
@@ -315,7 +318,7 @@ class ControlConnections:
             line.writer.transport.abort()
 
     async def _keep(self, line: _Line) -> None:
-        """Keep one connection up until it is over."""
+        """Keep one connection up until its link is closed or has failed."""
         backoff = Backoff(_AGAIN_S, _LONGEST_PAUSE_S)
         while not line.over:
             try:
@@ -343,8 +346,11 @@ class ControlConnections:
             await self._carry(line, connection)
 
     async def _reach(self, place: ConnectionPlace) -> socket.socket:
-        """Connect to a peer. Raises ConnectionRefusedError if its process has ended, another OSError or TimeoutError
-        if its host does not answer."""
+        """Connect to a peer.
+
+        Raises ConnectionRefusedError if its process has ended, another OSError or TimeoutError if its host does not
+        answer.
+        """
         shared = len(place.address) == 1
         family = socket.AF_UNIX if shared else socket.AF_INET6 if ":" in str(place.address[0]) else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -362,9 +368,9 @@ class ControlConnections:
 
     async def _proven(self, line: _Line, reached: socket.socket | None, patience_s: float) -> socket.socket:
         """Return an authenticated connection: the lower rank authenticates the one it has made, the higher one waits
-        for it. `reached`: None if it is here already.
+        for it.
 
-        Raises HandshakeError, or TimeoutError if the peer makes none.
+        `reached`: the lower rank's connection. Raises HandshakeError, or TimeoutError if the peer makes none.
         """
         if reached is None or self._rank > line.peer:
             if reached is not None:
@@ -450,8 +456,8 @@ class ControlConnections:
         self._on_failure(self._rank, f"{self._name(self._rank)} ended with an error: {plain_text(cause)}"[:NOTE_NBYTES])
 
     def _on_failure(self, rank: int, cause: str) -> None:
-        """Report the failure of a rank to links and peers, before anything that follows from it: the first failure
-        is the cause.
+        """Report the failure of a rank to links and peers before any of its consequences, so that it counts as the
+        cause.
 
         A link that has been opened since the rank failed is not notified again.
         """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the stages of a pipeline meet at the start, and find which network interfaces and devices join each two."""
+"""Connect the stages of a pipeline at the start, and choose network interfaces and devices for each pair."""

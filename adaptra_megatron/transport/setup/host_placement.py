@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the transport that joins two ranks, by where they are, and what their delegates listen on."""
+"""Choose the wire between two ranks from their hosts, and the addresses that their delegates listen on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logger_of(__name__)
 
 
 def verbs_or_auto(lacking: Mapping[int, str | None], rank: int, peer: int) -> str:
-    """Return "verbs", or "auto" if one of the two ranks cannot use it, where verbs was asked for.
+    """Return "verbs" for a link that should use it, or "auto" if one of its two ranks cannot.
 
-    `lacking`: what each rank lacks for verbs. Both ends of a link get the same result.
+    `lacking`: why each rank cannot use verbs; None: it can. Both ends of a link get the same result.
     """
     cause = lacks_verbs(lacking, rank, peer)
     if cause is not None:
@@ -41,8 +41,8 @@ def choose_transport(
 ) -> str:
     """Return the wire between ranks with the host identities `ours` and `theirs`: "shm", "tcp" or "verbs".
 
-    `without_verbs`: why the link cannot use verbs; None: auto chooses it between hosts. RDMA devices of two hosts
-    need not reach each other: then link_session falls back. Raises TransportError if shm is forced between hosts.
+    `without_verbs`: why the link cannot use verbs; None: auto chooses it between hosts. RDMA devices of two hosts may
+    be unable to reach each other: link_session then falls back. Raises TransportError if shm is forced between hosts.
     """
     if wanted == "auto":
         if ours == theirs:
@@ -59,7 +59,7 @@ def choose_transport(
 
 
 def listen_shm() -> tuple[socket.socket, list[str | int]]:
-    """Return a listening abstract unix socket, which vanishes with its owners, and its name. Raises OSError."""
+    """Return a listening abstract unix socket, which ends with its owners, and its name. Raises OSError."""
     name = f"adaptra-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -89,9 +89,9 @@ def listening_host(interface: str | None, *, one_host: bool, environment: Mappin
     """Return the address to listen on: that of `interface`, loopback if all peers are on this host, else a routable
     one.
 
-    Between hosts and without `interface`, that is the address of the first interface in GLOO_SOCKET_IFNAME (if it
-    has one beyond loopback), or of the route to MASTER_ADDR. Raises TransportError if the interface cannot be used,
-    or no route to the master is known.
+    Between hosts and without `interface`, it is the address of the first interface in GLOO_SOCKET_IFNAME (if it has one
+    beyond loopback), or of the route to MASTER_ADDR. Raises TransportError if the interface cannot be used, or no route
+    to the master is known.
     """
     if interface is not None:
         return _address_of(interface, one_host)

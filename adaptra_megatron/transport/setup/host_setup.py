@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set up what a host path needs before it can have links: listeners, what a rank tells its peers and learns of them.
+"""Set up the host path of a rank before it has links: its listeners, and the exchange of addresses with its peers.
 
-The stages of a pipeline meet at the start: whatever keeps one of them from that is an error on all of them, at once,
-and no stage waits for one that will not come. Any other two ranks exchange the same when they open a link.
+The stages of a pipeline exchange them at the start. If that fails for one stage, all of them raise at once, and none
+waits for a stage that will not come. Any other two ranks exchange the same when they open a link.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NETWORK = "network"
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank publishes to its future peers."""
+    """Capabilities and addresses that a rank publishes to its future peers."""
 
     lacks_verbs: str | None
     cores: int
@@ -69,7 +69,7 @@ class HostSetup:
         return hashlib.sha256(self._layout.token.encode()).digest()[:JOB_NBYTES]
 
     def on_offer(self, peer: int, offer: Offer) -> None:
-        """Keep a peer's offer, in place of an earlier one."""
+        """Keep a peer's offer, replacing an earlier one."""
         self._offers[peer] = offer
 
     def listen_for(self, wanted: set[str], ranks: Sequence[int]) -> list[str]:
@@ -97,8 +97,9 @@ class HostSetup:
         return {"auto": {"shm"}, "verbs": {"shm", "tcp"}}.get(wanted) or {WIRES[wanted].listener}
 
     def choose(self, peer: int) -> str:
-        """Return the wire of the link to a peer whose offer is known. Raises TransportError if it cannot be as asked
-        for."""
+        """Return the wire of the link to a peer whose offer is known. Raises TransportError if the requested one is
+        impossible.
+        """
         wanted, rank, workers = self._settings.transport, self._layout.rank, self._layout.workers
         lacking = {rank: self.mine.lacks_verbs, peer: self._offers[peer].lacks_verbs}
         if wanted == "verbs":
@@ -152,11 +153,10 @@ class HostSetup:
 
 
 def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -> HostSetup:
-    """Open listeners and exchange offers. Called by all stages of the pipeline at the same point, each with its
-    peers.
+    """Open listeners and exchange offers. All stages of the pipeline call this at the same point, each with its peers.
 
-    Raises TransportError on all of them if any cannot listen or be joined to a peer as `settings` ask; it names
-    those ranks and the causes. The listeners are the caller's.
+    Raises TransportError on all of them if any cannot listen or be connected to a peer as `settings` ask; it names
+    those ranks and the causes. The caller owns the listeners.
     """
     setup = HostSetup(rendezvous.layout, settings)
     _exchange_offers(setup, rendezvous, "hosts")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network interfaces of this host by name, and the addresses that others can reach them by.
+"""Find network interfaces of this host by name, with addresses that other hosts can reach.
 
 No torch here: `adaptra doctor` uses this where torch does not import.
 """

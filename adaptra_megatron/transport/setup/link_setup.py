@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes links on the device path between any two ranks, and those of a pipeline at its start, in one order without a
-circle of waits.
+"""Create device-path links between any two ranks, and those of a pipeline at its start in an order without circular
+waits.
 
-NCCL connects the two ends of a communicator at its first transfer, and both must have come to it. So every link greets
-as it is made: its source sends a tensor, its target compares it bit by bit. At the start this goes in rounds, in which
-each stage has one link at most: links between neighbours in two colours (three around a ring of an odd number), first
-all one way, then all the other. However many stages there are, there are four rounds, or six. Sessions that are made
-later are each made by a thread of its own, which waits for no other link.
+NCCL connects the two ends of a communicator at its first transfer, which both must reach. So every link is greeted when
+it is created: its source sends a tensor, its target compares it bit by bit. At the start this happens in rounds, in
+each of which a stage has at most one link: links between neighbours in two colours (three around a ring of an odd
+number), first all in one direction, then all in the other. There are four rounds, or six, for any number of stages.
+Later sessions are each created by a thread of its own, which waits for no other link.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Link = tuple[int, int]
 
 
 class LinkMaker:
-    """Makes one rank's ends of device-path links. For any thread."""
+    """Creates one rank's ends of device-path links. For any thread."""
 
     def __init__(self, rendezvous: Rendezvous, gpu: NcclSide | None) -> None:
         """`gpu`: of this rank; None: its tensors are on the CPU, and links use gloo."""
@@ -59,10 +59,10 @@ class LinkMaker:
         """Links that may still hold device memory."""
 
     def connect(self, *, wrap: bool) -> None:
-        """Make the first session of this rank's links within its pipeline. Called by all its stages at the same
+        """Create the first session of this rank's links within its pipeline. All of its stages call this at the same
         point.
 
-        `wrap`: those between the last stage and the first, too. `links` and `make` raise what failed.
+        `wrap`: also between the last stage and the first. Errors are raised by `links` and `make`.
         """
         rank, ranks = self._rendezvous.layout.rank, self._rendezvous.ranks
         self._rendezvous.gather("connecting", None)
@@ -81,8 +81,7 @@ class LinkMaker:
         """Return this rank's links within its pipeline, which the caller then owns: NcclLinks on a GPU, else
         PairGroups.
 
-        Called by all stages of the pipeline at the same point. Raises TransportError on all alike if any link
-        failed.
+        All stages of the pipeline call this at the same point. Raises TransportError on all alike if any link failed.
         """
         name, failures = self._rendezvous.layout.name, []
         for (source, target), cause in self._failures.items():
@@ -98,11 +97,9 @@ class LinkMaker:
         return links
 
     def make(self, link: Link, session: int, timeout_s: float, opening: int = 1) -> LinkGroup:
-        """Return this end of a session of a link, both ends of which have greeted; the first session is that of
-        `connect`.
+        """Return this end of a session of a link, after the greeting; the first session is that of `connect`.
 
-        Raises RuntimeError, in one line, if the peer does not come within `timeout_s` or the greeting does not
-        arrive.
+        Raises RuntimeError, in one line, if the peer does not come within `timeout_s` or the greeting does not arrive.
         """
         if (opening, session) == (1, FIRST_SESSION) and link in self._failures:
             raise RuntimeError(self._failures[link])
@@ -111,7 +108,9 @@ class LinkMaker:
         return self._make(link, opening, session, timeout_s)
 
     def close(self) -> bool:
-        """End links that were not handed out. Returns whether all sessions have freed their memory after FREED_S."""
+        """End the links that were not handed out. Returns whether all sessions have freed their memory after
+        FREED_S.
+        """
         for group in self._connected.values():
             group.abort()
         until_s = time.monotonic() + FREED_S
@@ -158,7 +157,7 @@ def rounds(stages: int, *, wrap: bool) -> Iterator[list[Link]]:
 
 
 def greeting() -> torch.Tensor:
-    """Return the tensor that is sent over each path of each link at the start, and compared: on the CPU."""
+    """Return the CPU tensor that is sent over each path of each link at the start, and compared."""
     return torch.arange(_GREETING_NBYTES, dtype=torch.int32).remainder_(251).to(torch.uint8)
 
 

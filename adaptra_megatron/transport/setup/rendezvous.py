@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the stages of one pipeline meet: the job's control store, at a place of their own.
+"""Exchange entries between the stages of one pipeline, in their own part of the job's control store.
 
-What a stage does here grows with the stages of its pipeline, not with the job: nothing is collective over more ranks.
+A stage's work here grows with the stages of its pipeline, not with the job: no operation is collective over more ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from adaptra_megatron.transport.message_keys import TransportError
 
 
 class Rendezvous:
-    """Meeting of the stages of one pipeline: all make theirs, and call `gather` and `agree`, at the same points."""
+    """Rendezvous of the stages of one pipeline. All create theirs, and call `gather` and `agree`, at the same
+    points.
+    """
 
     def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float, *, alone: bool = False) -> None:
         """`timeout_s`: longest wait for another stage. `alone`: act as the only stage; links are opened later."""
@@ -33,14 +35,16 @@ class Rendezvous:
 
     @cached_property
     def _store(self) -> SealedStore:
-        """Return a store client of its own: a request that waits blocks all others of its client."""
+        """Return a new store client: a waiting request blocks all others of its client."""
         store = self.control.client(self.place)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return store
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout_s: float) -> Rendezvous:
-        """Return the rendezvous of a process group that is one pipeline and the whole job. Called by all its ranks."""
+        """Return the rendezvous of a process group that is one pipeline and the whole job. All of its ranks
+        call this.
+        """
         layout = gather_layout(dist.get_process_group_ranks(group), group=group)
         return cls(ControlStore.of_job(layout.token), layout, timeout_s)
 
@@ -66,8 +70,8 @@ class Rendezvous:
     def gather(self, what: str, mine: Any) -> list[Any]:
         """Return the entries (plain JSON) of all stages, by stage. `what` must differ between calls.
 
-        Raises TransportError for the first stage that does not come in time, or whose entry is not authentic; stages
-        that come later raise the same.
+        Raises TransportError for the first stage that does not come in time, or whose entry is not authentic; later
+        stages raise the same.
         """
         handed_in = []
         for answer in self._answers(what, mine):
@@ -77,10 +81,10 @@ class Rendezvous:
         return handed_in
 
     def _answers(self, what: str, mine: Any) -> Iterator[dict[str, Any]]:
-        """Publish this stage's entry and return those of all stages, by stage, or the failure that one published.
+        """Publish this stage's entry; return those of all stages, by stage, or the failure that one published.
 
-        Raises TransportError for the first that does not come in time, after publishing that in place of its own
-        entry.
+        Raises TransportError for the first stage that does not come in time, after publishing that failure in place of
+        its own entry.
         """
         since_s, stage = time.monotonic(), 0
         try:
@@ -102,9 +106,9 @@ class Rendezvous:
         self._store.set(f"{what}/{self.stage}", json.dumps(mine).encode())
 
     def agree(self, what: str, failure: Exception | None) -> str | None:
-        """Return why not all stages can go on, in words; None if all can. The same on all stages.
+        """Return why not all stages can continue, in words; None if all can. The same on all stages.
 
-        `what` must differ between calls. `failure`: what keeps this stage from going on.
+        `what` must differ between calls. `failure`: why this stage cannot continue.
         """
         mine = None if failure is None else _spelled(failure)
         stages_by_cause: dict[str, list[int]] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find which RNICs and CPUs are near a GPU or a NUMA node, as the kernel's sysfs tells it, and which ones a rank uses.
+"""Find which RNICs and CPUs are near a GPU or a NUMA node, from the kernel's sysfs, and which ones a rank uses.
 
-Functions of a sysfs tree (`/sys`, or one made up): nothing is opened but its files. Neither torch nor pyverbs.
+All functions read a sysfs tree (`/sys`, or a test's) and nothing else. Needs neither torch nor pyverbs.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def pci_cpus(sysfs: Path, pci_bus_id: str) -> str:
 
 
 def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
-    """Return the CPUs to run a GPU's copies on: those near it, of the ones this process may use.
+    """Return the CPUs for a GPU's copies: those near it, of the ones this process may use.
 
-    None to bind nothing: without a GPU, if unknown to the kernel, if all are near, and if none is, since the user
-    has bound the process elsewhere.
+    Empty, to bind nothing: without a GPU, if the kernel does not know them, if all CPUs are near, and if none is, since
+    the user has bound the process elsewhere.
     """
     may_run_on = os.sched_getaffinity(0)
     near = _parse_cpus(pci_cpus(sysfs, pci_bus_id)) & may_run_on if pci_bus_id is not None else set()
@@ -122,7 +122,7 @@ def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
 
 @contextlib.contextmanager
 def started_on(cpus: Collection[int]) -> Iterator[None]:
-    """Run threads and processes that the calling thread starts within on these CPUs; empty: on any."""
+    """Run threads and processes that the calling thread starts within this context on `cpus`; empty: on any."""
     before = os.sched_getaffinity(0)
     if cpus:
         os.sched_setaffinity(0, cpus)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path on CPU tensors, where it is the only one: links over gloo, whose waits block the calling thread.
+"""The device path for CPU tensors, without a host path: links over gloo, whose waits block the calling thread.
 
-gloo reports completion only to a thread that waits, and an expired wait closes the link for good. So each neighbour
-has one thread that waits for its receives and one that waits for its sends: arrivals become visible (and timed) the
-moment they happen, sent tensors are freed soon after they have left, and the training thread only waits on events.
+gloo reports completion only to a thread that waits, and an expired wait closes the link for good. So each neighbour has
+one thread that waits for its receives and one that waits for its sends. Arrivals become visible (and timed) the moment
+they happen, sent tensors are freed soon after they have left, and the training thread only waits on events.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class WaitingThreadTransport:
         return True
 
     def _watch_sends(self) -> None:
-        """Hand all posted sends to the waiting threads, now that this thread is about to wait anyway."""
+        """Pass all posted sends to the waiting threads, just before this thread waits itself."""
         for pending, works in self._unwatched:
             self._waiter("send", pending.peer).submit(pending, functools.partial(self._wait_all, pending.peer, works))
         self._unwatched.clear()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path on GPU tensors, where it is the only one: links over NCCL, on whose streams computation waits.
+"""The device path for GPU tensors, without a host path: links over NCCL, for whose streams computation waits.
 
-A receive is on the device when it is posted, and so is a send, in the order of the training thread's calls (see
+A posted receive is on the device, and so is a send, in the order of the training thread's calls (see
 transfers.launch_order for why that order matters). A wait only makes computation wait: the CPU never sees an arrival.
-When it arrived is read afterwards, from events on computation's stream before and behind a wait in which it stood: on
-the link's stream a timed event behind a transfer would hold up whatever shares its hardware queue.
+The time of an arrival is computed afterwards, from events on computation's stream before and after a wait. A timed
+event behind the transfer on the link's own stream would block all streams that share its hardware queue.
 
-A link that fails ends the run. Its receives are left standing: if they ended, what they were to bring would be taken
-for a message, by computation that is queued behind them and by whatever saves its results. So the training thread gets
-an error at its next call, and where it makes none because it waits for the device, the process ends.
+A link that fails ends the run. Its receives stay pending: if they ended, queued computation would take the contents of
+their buffers for messages, and its results might be saved. So the training thread gets an error at its next call. If it
+makes none because it waits for the device, the process ends.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class StreamTransport:
             self._sent.append((key, peer, now_s, outgoing.nbytes))
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
-        """Post a receive. If sizes vary, this waits for the header; one that does not come ends the run."""
+        """Post a receive. If sizes vary, this waits for the header; a missing header ends the run."""
         specification = self._specification
         shape = specification.shape
         if shape is None:
@@ -146,7 +146,7 @@ class StreamTransport:
         return buffer
 
     def flush(self, deadline_s: float) -> None:
-        """Return at once: links hold what has not left, and computation does not wait for it."""
+        """Return at once: links hold the tensors of pending sends, and computation does not wait for them."""
         self._raise_failure()
 
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:

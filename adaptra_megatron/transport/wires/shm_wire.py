@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same host: the two training processes share each other's outbound rings; delegates only hand them over.
+"""Wire within a host: the two training processes share each other's outbound rings, which delegates only exchange.
 
-The connection then carries nothing. Its end says that the peer's delegate, or its training process, is gone.
+After that the connection carries nothing. Its end means that the peer's delegate, or its training process, has ended.
 """
 
 from __future__ import annotations

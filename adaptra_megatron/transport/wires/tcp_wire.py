@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other hosts: several TCP connections between two delegates, each with a native pump per direction.
+"""Wire between hosts: several TCP connections between two delegates, each with a native pump per direction.
 
-Frames leave from the outbound ring's own memory and are received into that of the inbound ring.
+Frames are sent directly from the outbound ring's memory, and received into that of the inbound ring.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ESTABLISHED = 1
 
 
 class TcpWire:
-    """Wire over authenticated TCP connections; each takes the next frame as it has room."""
+    """Wire over authenticated TCP connections; each takes the next frame as soon as it has room."""
 
     def __init__(self, outbound: Ring, inbound: Ring, *, max_message_nbytes: int, stall_s: float) -> None:
         self.inbound: Ring | None = None
@@ -97,14 +97,14 @@ class TcpWire:
         return over
 
     def _look_for_answers(self) -> None:
-        """End the session if data in flight is not acknowledged for DEAD_S: the kernel would try for much longer."""
+        """End the session if data in flight is not acknowledged for DEAD_S: the kernel would retry for much longer."""
         if all(acknowledges(connection, DEAD_S) for connection in self._connections):
             self._next_look = asyncio.get_running_loop().call_later(LOOK_S, self._look_for_answers)
         else:
             self._ended(f"the peer's host has acknowledged nothing for {DEAD_S:g} s")
 
     def _look_at_the_others(self) -> None:
-        """End the session if only one connection has ended: then the peer did not close it, and frames are lost."""
+        """End the session if only one connection has ended: the peer did not close it then, and frames are lost."""
         states = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for connection in self._connections]
         living = states.count(_ESTABLISHED)
         if living:

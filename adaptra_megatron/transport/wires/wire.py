@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define `Wire`: one session of one link in the delegate, which carries frames between two rings.
 
-A wire keeps these rules; exactly-once delivery, handshakes and reconnecting are not its business:
+A wire keeps these rules. Exactly-once delivery, handshakes and reconnecting are the link's responsibility, not its own:
 
-1. A frame is delivered whole or not at all, and unchanged. Order and doubles do not matter.
-2. Any failure (connection, peer, RNIC, a corrupted ring, a frame that stands still for `stall_s`) ends the session by
-   one call of `ended(cause)`, in the event loop. None is raised elsewhere, none is silent.
+1. A frame is delivered whole or not at all, and unchanged. Order and duplicates do not matter.
+2. Any failure (connection, peer, RNIC, a corrupted ring, a frame that is stalled for `stall_s`) ends the session by one
+   call of `ended(cause)`, in the event loop. No failure is raised elsewhere, and none is silent.
 3. After `ended` or `stop`, no frame of this session reaches the ring of a later one.
 4. `begin` may raise OSError or RuntimeError; the caller then calls `stop`. `stop` returns when nothing of it runs.
 5. Nothing blocks the event loop: one delegate carries all links of its rank.
@@ -34,21 +34,22 @@ class Wire(Protocol):
 
     @property
     def inbound(self) -> Ring | None:
-        """Ring that the training process reads, if the wire has it from the peer; None: the training process made
-        it."""
+        """Ring that the training process reads, if the wire got it from the peer; None: the training process created
+        it.
+        """
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
-        """Take over authenticated connections, in the order of their lanes, and start. `ended` is called in the
-        event loop.
+        """Take over authenticated connections, in the order of their lanes, and start. `ended` is called in the event
+        loop.
 
-        Raises OSError, RuntimeError (RingError above all) if they cannot be used; the caller then calls `stop`.
+        Raises OSError or RuntimeError (above all RingError) if they cannot be used; the caller then calls `stop`.
         """
 
     async def stop(self) -> None:
         """End at once and close the connections; return when nothing of the session runs any more."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Let the outbound ring, which is closed, run empty, for at most `timeout_s`."""
+        """Let the outbound ring, which is closed, run empty for at most `timeout_s`."""
 
     def traffic(self) -> Traffic:
         """Return payload bytes moved so far."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All wires, by the names that --adaptra-host-transport has for them. A new one is a module, and a row here.
+"""List all wires, by their names in --adaptra-host-transport. A new one is a module, and a row here.
 
-Its module is imported by the delegate, which makes sessions, and not by training processes."""
+The delegate, which creates sessions, imports the module; training processes do not.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class WireKind:
     listener: str
     """Kind of listener for its connections: "shm" (unix sockets of one host) or "tcp"."""
     lanes: int | None = None
-    """Number of connections of a session; None: as asked for."""
+    """Number of connections of a session; None: as requested."""
     shares_rings: bool = False
     """True if each training process reads the other's outbound ring."""
     slot_nbytes: int = 0
@@ -43,7 +44,7 @@ class WireKind:
     one_network: bool = True
     """True if it uses the network of the control connections, and fails with it."""
     falls_back_to: str | None = None
-    """Wire of later sessions after several in a row did not begin; None: none."""
+    """Wire of later sessions after several successive ones did not begin; None: none."""
 
 
 def _shm(request: WireRequest) -> Wire:

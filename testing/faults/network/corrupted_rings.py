@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rings of the host path whose memory is changed by something else, in this process or any other of this user."""
+"""Corrupt the memory of host-path rings, in this process or any other of this user."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def corrupt(descriptor: int, word: str, way: int) -> None:
 
 
 def corrupt_one_of(pid: int, number: int, word: str, way: int) -> int | None:
-    """Corrupt one of the rings that a process uses, chosen by `number`, and return which; None if it uses none now."""
+    """Corrupt one of a process's rings, chosen by `number`, and return it; None if the process uses none now."""
     rings = sorted(rings_of(pid).items())
     first = number % max(len(rings), 1)
     for ring, path in rings[first:] + rings[:first]:
@@ -51,7 +51,7 @@ def corrupt_one_of(pid: int, number: int, word: str, way: int) -> int | None:
 
 
 def in_use(pid: int, ring: int) -> bool:
-    """Return whether a process holds a ring of `rings_of`, and the ring has not been closed."""
+    """Return whether a process holds a ring (see `rings_of`) that has not been closed."""
     path = rings_of(pid).get(ring)
     if path is None:
         return False
@@ -60,7 +60,7 @@ def in_use(pid: int, ring: int) -> bool:
 
 
 def rings_of(pid: int) -> dict[int, Path]:
-    """The rings that a process holds: by inode, which names a ring, the path under which it can be opened."""
+    """Return the rings that a process holds: path to open each, by inode, which identifies it."""
     rings = {}
     with contextlib.suppress(FileNotFoundError):  # the process has ended
         for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -72,7 +72,9 @@ def rings_of(pid: int) -> dict[int, Path]:
 
 @contextlib.contextmanager
 def _opened(ring: int, path: Path, flags: int) -> Iterator[int | None]:
-    """Open a ring by its path; None if the process has closed it, although something else may have its number since."""
+    """Open a ring by its path; None if the process has closed it. Its descriptor's number may have been reused
+    since.
+    """
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
     except OSError:  # nothing has the number now, or a socket, which cannot be opened

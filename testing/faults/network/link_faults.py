@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a link, how it is written on a command line, and when a message sent over it arrives."""
+"""Describe faults of links, parse them from a command line, and compute arrival times of messages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LinkFaultError(ValueError):
 class LinkFault:
     """A slow link from stage `source` to stage `target`, in this direction only.
 
-    Messages leave in order. Each occupies the link (`occupancy_s`, or nbytes / `bandwidth_bytes_per_s`), then takes
+    Messages leave in order. Each occupies the link (`occupancy_s`, or nbytes / `bandwidth_bytes_per_s`). It then takes
     `latency_s` plus a uniformly random part of `jitter_s` plus an exponentially distributed time of mean
-    `exponential_s`, and never overtakes the one before. In force in iterations `from_iteration` <= k <
+    `exponential_s`, and never overtakes the previous one. The fault is active in iterations `from_iteration` <= k <
     `until_iteration` (None: for ever), counted from 0. Raises LinkFaultError at construction.
 
-    `paths`: what it strikes. A slow cable slows both paths of a link (each as if it were alone on the cable); what is
-    slow between the GPU and the network slows the device path alone, which is what is meant where nothing is said.
+    `paths`: affected paths. A slow cable slows both paths of a link (each as if it were alone on the cable). A fault
+    between the GPU and the network slows the device path alone; that is the default.
     """
 
     source: int
@@ -136,14 +136,11 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
 
 
 def parse_link_fault(text: str) -> tuple[LinkFault, ...]:
-    """The faults written as "1-2:latency_ms=60,from=10,until=20" (both ways, two faults) or "1>2:..." (one).
+    """Parse faults such as "1-2:latency_ms=60,from=10,until=20" (both directions, two faults) or "1>2:..." (one).
 
     Settings: latency_ms, jitter_ms (uniform), exponential_ms (mean), occupancy_ms, bandwidth_mbps (megabits per
     second), from, until, seed, share (of messages that take longer), path (device, host or both), pipeline (one of
-    several, by its first global rank).
-
-    Raises:
-        LinkFaultError: it is not written so.
+    several, by its first global rank). Raises LinkFaultError for anything else.
     """
     match = _FORM.fullmatch(text)
     if match is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to the links of a job over many iterations, as a seeded random story: which of them turn slow, move and
-heal, and, between those turns, what only looks like it (bursts of jitter, pauses).
+"""Generate a seeded random scenario of link faults over many iterations: links turn slow, faults move and heal.
 
-Pure: a story is a description. `SlowLinks` and `Pauses` make it happen.
+Between these changes there are disturbances that only resemble faults (bursts of jitter, pauses). Pure: a scenario is a
+description, which `SlowLinks` and `Pauses` carry out.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class LinkFaultScenario:
 
     def turns(self) -> tuple[Turn, ...]:
         """Return every lasting change of a link, in order. A fault that follows another on its link has no recovery
-        before it."""
+        before it.
+        """
         begun = {(direction_of(spell), spell.from_iteration) for spell in self.spells}
         found = []
         for spell in self.spells:
@@ -134,13 +135,11 @@ def random_story(
     pipelines: Sequence[int] | None = None,
     host_share: float = 0.0,
 ) -> LinkFaultScenario:
-    """A story of onsets, moves, recoveries and disturbances; the same for the same arguments.
+    """Return a scenario of onsets, moves, recoveries and disturbances; the same for the same arguments.
 
-    Args:
-        stages: at least 2; the links are those between neighbours, both ways.
-        action_s: mean time of an action, which all times are measured in.
-        pipelines: first global ranks of the pipelines that fall ill each by itself; None: all alike.
-        host_share: of the spells that strike the host path too, and not the device path alone.
+    `stages`: at least 2; the links are those between neighbours, in both directions. `action_s`: mean duration of an
+    action, the unit of all times. `pipelines`: first global ranks of pipelines with separate faults; None: all alike.
+    `host_share`: share of faults that affect the host path too, not the device path alone.
     """
     return _Author(random.Random(seed), iterations, stages, micro_batches, action_s, pipelines, host_share).write()
 

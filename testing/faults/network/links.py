@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slow links: decorators that make chosen messages arrive late.
 
-On the device path they strike whatever is sent through `torch.distributed.isend`, also as a P2POp of
-`batch_isend_irecv`, or by a link's device sessions: Megatron's own point-to-point communication and ours alike. On the
-host path (slow_host_paths.py) they strike all that a stage writes to another. Collectives are not touched.
+On the device path they delay everything that is sent through `torch.distributed.isend`, also as a P2POp of
+`batch_isend_irecv`, and by device sessions of links: Megatron's own point-to-point communication and ours alike. On the
+host path (slow_host_paths.py) they delay everything that a stage sends to another. Collectives are not affected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SlowLinkTimeoutError(RuntimeError):
 
 
 class DelayedWork:
-    """Handle of a delayed isend; done when the real send is."""
+    """Handle of a delayed isend; complete when the real send is."""
 
     def __init__(self, description: str, timeout_s: float) -> None:
         self._description, self._timeout_s = description, timeout_s
@@ -46,14 +46,9 @@ class DelayedWork:
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the message has been received.
+        """Wait until the message has been received. `timeout`: as torch's; without one, that of the SlowLinks.
 
-        Args:
-            timeout: as torch's; without one, that of the SlowLinks.
-
-        Raises:
-            SlowLinkTimeoutError: it was not received in time.
-            RuntimeError: whatever the real send raised.
+        Raises SlowLinkTimeoutError if it was not received in time, and the RuntimeErrors of the real send.
         """
         timeout_s = timeout.total_seconds() if timeout else self._timeout_s
         if not self._done.wait(timeout_s):
@@ -63,11 +58,11 @@ class DelayedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the real send is over, successfully or not."""
+        """Return whether the real send has ended, successfully or not."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Return whether the real send is over and succeeded."""
+        """Return whether the real send has succeeded."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -96,8 +91,10 @@ class _Message:
 
 
 class _Pair:
-    """Queue to one peer: a thread sends each message at its arrival time, another waits for the sends in order (an
-    expired or dropped wait would break gloo's pair for good)."""
+    """Queue to one peer: one thread sends each message at its arrival time, another waits for the sends in order.
+
+    An expired or dropped wait would break gloo's pair for good.
+    """
 
     def __init__(self, name: str, seed: str, timeout_s: float) -> None:
         self.clock = LinkClock(seed)
@@ -119,7 +116,7 @@ class _Pair:
         self._to_send.put(message)
 
     def close(self, deadline_s: float) -> bool:
-        """Let what is queued leave, then end the threads. Returns whether they ended by `deadline_s` (monotonic)."""
+        """Send the queued messages, then end the threads. Returns whether they ended by `deadline_s` (monotonic)."""
         self._to_send.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -153,16 +150,16 @@ class _Pair:
 class SlowLinks:
     """Slow links between pipeline stages, from `install()` to `close()`. Also a context manager, installed on entry.
 
-    Each rank delays what it sends itself. When a peer fails, the real send fails, and so does the wait for it.
+    Each rank delays its own messages. If a peer fails, the real send fails, and so does the wait for it.
     """
 
     faults: Sequence[LinkFault]
     stage_of_rank: Callable[[int], int] = lambda rank: rank
     """The pipeline stage of a global rank; the identity to name ranks in the faults instead of stages."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Longest wait for a message where the caller of wait() gives none."""
+    """Longest wait for a message if the caller of wait() gives none."""
     struck: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Messages delayed so far by this rank on the device path, by (source stage, target stage)."""
+    """Number of messages that this rank has delayed on the device path, by (source stage, target stage)."""
 
     def __post_init__(self) -> None:
         self._iteration = 0
@@ -172,7 +169,7 @@ class SlowLinks:
         self._isend: Callable[..., Any] = dist.isend
 
     def set_iteration(self, iteration: int) -> None:
-        """From now on this rank sends messages of `iteration` (counted from 0)."""
+        """Begin `iteration` (from 0): later messages of this rank belong to it."""
         self._iteration = iteration
         self._host.set_iteration(iteration)
 
@@ -192,7 +189,7 @@ class SlowLinks:
         return sum(pair.clock.late for pair in self._pairs.values()) + self._host.late
 
     def install(self) -> SlowLinks:
-        """Put the decorators on. torch.distributed must be initialised; host paths made before stay as they are."""
+        """Install the decorators. torch.distributed must be initialised. Earlier host paths are not delayed."""
         if self._replaced is None:
             self._isend = dist.isend
             isend = self.decorate(self._isend)
@@ -204,10 +201,9 @@ class SlowLinks:
         return self
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Take the decorators off, let delayed messages leave and end the threads.
+        """Remove the decorators, send the delayed messages and end the threads.
 
-        Raises:
-            SlowLinkTimeoutError: a message was not received within `timeout_s`.
+        Raises SlowLinkTimeoutError if a message was not received within `timeout_s`.
         """
         if self._replaced is not None:
             self._replaced.undo()
@@ -223,7 +219,7 @@ class SlowLinks:
             )
 
     def decorate(self, isend: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `isend` with delayed messages over slow links: same arguments, and a handle of the same interface."""
+        """Return `isend` with delays on slow links: same arguments, and a handle of the same interface."""
 
         @functools.wraps(isend)
         def delayed(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device paths that die: a decorator around `PairGroup` that swallows messages of a directed link, or raises.
+"""Make device paths fail: a decorator around `PairGroup` swallows messages of a directed link, or raises.
 
-A fault is armed and begins with the next message that the link would carry, so that none is without effect; it heals
-by itself. The host path is not touched.
+A fault is armed, and begins with the next message of the link, so that none is without effect. It heals by itself. The
+host path is not affected.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class PathFaults:
 
     @property
     def armed(self) -> int:
-        """Faults that have affected no message yet."""
+        """Number of faults that have affected no message yet."""
         with self._lock:
             return sum(fault.until_s is None for fault in self._faults.values())
 
     def install(self) -> PathFaults:
-        """Put the decorators around `PairGroup.send` and `PairGroup.receive`."""
+        """Decorate `PairGroup.send` and `PairGroup.receive`."""
         if self._replaced is None:
             reason = "emulated death of the device path"
             self._replaced = Replaced(
@@ -92,7 +92,7 @@ class PathFaults:
         return self
 
     def close(self) -> None:
-        """Take the decorators off: every link is healthy again."""
+        """Remove the decorators: every link is healthy again."""
         if self._replaced is not None:
             self._replaced.undo()
             self._replaced = None
@@ -121,7 +121,7 @@ class PathFaults:
         return faulty
 
     def _strikes(self, pair: PairGroup, modes: tuple[Mode, ...]) -> Mode | None:
-        """Return how the next call fails, if it does; counts it."""
+        """Return how the next call fails, or None; count it."""
         link = (self._stage_of_rank(pair.ends.source), self._stage_of_rank(pair.ends.target))
         now_s = time.monotonic()
         with self._lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links that change their mind: a decorator around a link's sends that prefers now one path, now the other."""
+"""Make links change paths often: a decorator around sends prefers now one path, now the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PathFlaps:
         self._replaced: Replaced | None = None
 
     def install(self) -> PathFlaps:
-        """Put the decorator around `DualLink.post_send`."""
+        """Decorate `DualLink.post_send`."""
         post_send = DualLink.post_send
 
         @functools.wraps(post_send)
@@ -46,7 +46,7 @@ class PathFlaps:
         return self
 
     def close(self) -> None:
-        """Take the decorator off."""
+        """Remove the decorator."""
         if self._replaced is not None:
             self._replaced.undo()
         self._left.clear()

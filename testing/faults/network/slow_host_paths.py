@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow host paths: a decorator that gives the host path of chosen links a ring out of which everything comes late.
+"""Slow host paths: a decorator gives chosen links a ring that delivers everything late.
 
-What a stage says to another by the host path (messages, notes about the device path, acknowledgements) leaves through
-one ring, which a DualLink gets with every session. Each rank delays what it sends itself.
+Everything that a stage sends on the host path (messages, notes about the device path, acknowledgements) leaves through
+one ring, which a DualLink gets with every session. Each rank delays its own messages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _SlowEnd:
         return self._clock.late
 
     def slow(self, ring: Ring) -> SlowRing:
-        """`ring` of a new session, decorated."""
+        """Decorate the `ring` of a new session."""
         if self._ring is not None:
             self._ring.retire()
         self._ring = SlowRing(ring, self._name, self._due_s)
@@ -82,7 +82,7 @@ class SlowHostPaths:
 
     @property
     def struck(self) -> dict[Link, int]:
-        """Messages (and notes) delayed so far by this rank, by link."""
+        """Number of messages (and notes) that this rank has delayed, by link."""
         counts: dict[Link, int] = {}
         for end in self._ends:
             if end.struck:
@@ -95,20 +95,20 @@ class SlowHostPaths:
         return sum(end.late for end in self._ends)
 
     def set_iteration(self, iteration: int) -> None:
-        """From now on this rank sends messages of `iteration` (counted from 0)."""
+        """Begin `iteration` (from 0): later messages of this rank belong to it."""
         self._iteration = iteration
         for end in self._ends:
             end.set_iteration(iteration)
 
     def install(self) -> None:
-        """Put the decorator around the making of host links. torch.distributed must be initialised."""
+        """Decorate the creation of host links. torch.distributed must be initialised."""
         if self._replaced is None and self._faults:
             make_link = self._decorate(HostTransport._make_link)
             reason = "emulated slow link, host path"
             self._replaced = Replaced([Replacement(HostTransport, "_make_link", make_link, reason)])
 
     def close(self) -> None:
-        """Take the decorator off: what is sent from now on is not late."""
+        """Remove the decorator: later messages are not delayed."""
         if self._replaced is not None:
             self._replaced.undo()
             self._replaced = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decorator around the ring into which a host path writes: what is written comes out late, in order and whole.
+"""Decorate a host path's outbound ring: everything that is written comes out late, in order and whole.
 
-Everything that the host path says to its peer goes through that ring (messages, notes, acknowledgements), so all of it
-travels over the slow link. A message is copied when it is written and enters the real ring at its arrival time. For
-messages in host memory: into this ring no device copies.
+The ring carries all messages of the host path to its peer (tensors, notes, acknowledgements), so all of them are
+delayed. A message is copied when it is written, and enters the real ring at its arrival time. This is for messages in
+host memory: a device cannot copy into this ring.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ DueTime = Callable[[int | None], float]
 class _Delayed:
     due_s: float
     write: Callable[[float], None]
-    """Write function(deadline); raises TimeoutError or RingError."""
+    """Writes into the real ring, given a deadline; raises TimeoutError or RingError."""
 
 
 class SlowRing:
-    """The producer's side of a Ring. One thread at a time writes, as into a Ring itself; writing never waits.
+    """Producer's side of a Ring. One thread at a time writes, as into a Ring itself; writing never waits.
 
-    When the ring is closed meanwhile (the link broke), what is on its way is lost, as on a link that breaks.
+    If the ring is closed meanwhile, messages in flight are lost, as on a link that breaks.
     """
 
     def __init__(self, ring: Ring, name: str, due_s: DueTime) -> None:
@@ -53,11 +53,13 @@ class SlowRing:
 
     @property
     def closed(self) -> bool:
-        """Return whether the real ring is."""
+        """Return whether the real ring is closed."""
         return self._ring.closed
 
     def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
-        """As Ring.write, but late. Raises RingClosedError, and what Ring.write raises where the link is healthy."""
+        """Write as Ring.write, but late. Raises RingClosedError, and the errors of Ring.write if the link is
+        healthy.
+        """
         due_s = self._due_s(nbytes)
         if self._passes(due_s):
             self._ring.write(description, address, nbytes, deadline_s)
@@ -69,7 +71,7 @@ class SlowRing:
         )
 
     def write_ack(self, sequence: int, deadline_s: float) -> None:
-        """As Ring.write_ack, but late."""
+        """Write as Ring.write_ack, but late."""
         due_s = self._due_s(None)
         if self._passes(due_s):
             self._ring.write_ack(sequence, deadline_s)
@@ -77,7 +79,7 @@ class SlowRing:
             self._put(_Delayed(due_s, lambda until_s: self._ring.write_ack(sequence, until_s)))
 
     def write_bye(self, deadline_s: float) -> None:
-        """As Ring.write_bye, but late."""
+        """Write as Ring.write_bye, but late."""
         due_s = self._due_s(None)
         if self._passes(due_s):
             self._ring.write_bye(deadline_s)
@@ -85,18 +87,19 @@ class SlowRing:
             self._put(_Delayed(due_s, self._ring.write_bye))
 
     def close(self) -> None:
-        """Let what is on its way arrive, for two seconds at most, then close the real ring. Safe to call twice."""
+        """Deliver messages in flight, for two seconds at most, then close the real ring. Safe to call twice."""
         self.retire()
         self._thread.join(CLOSING_S)
         self._ring.close()
 
     def retire(self) -> None:
-        """End the thread once what is on its way has arrived. Returns at once."""
+        """End the thread once messages in flight are delivered. Returns at once."""
         self._queue.put(None)
 
     def _passes(self, due_s: float) -> bool:
-        """Return whether to write at once: nothing is queued, and the message is not delayed; also if the ring is
-        closed."""
+        """Return whether to write at once: if nothing is queued and the message is not delayed, or the ring is
+        closed.
+        """
         with self._lock:
             return self._ring.closed or (not self._unwritten and due_s <= time.monotonic())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers who connect to a job's listeners without its secret: some say nothing, some send rubbish."""
+"""Connect to a job's listeners without its secret: some peers are silent, others send invalid data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _RUBBISH_NBYTES = 4096
 
 
 def flood(ports: Collection[int], names: Collection[str], seconds: float) -> int:
-    """Connect to each TCP port of this host and each abstract unix name ("@...") in turn, for as long.
+    """Connect to each TCP port of this host and each abstract unix name ("@...") in turn, for `seconds`.
 
-    Returns how many connections were answered with a challenge.
+    Returns the number of connections that were answered with a challenge.
     """
     places: list[tuple[int, tuple[str, int] | str]] = [(socket.AF_INET, ("127.0.0.1", port)) for port in ports]
     places += [(socket.AF_UNIX, "\0" + name[1:]) for name in names]

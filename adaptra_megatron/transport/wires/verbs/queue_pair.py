@@ -2,7 +2,7 @@
 """A reliable connected queue pair of libibverbs between the outbound ring here and the inbound ring of a peer.
 
 A chunk is two RDMA WRITEs, posted together: its payload, then its header with the chunk's number as immediate data. On
-one reliable connection the second completes after the first, so the receiver's completion means that both are in its
+one reliable connection the second completes after the first, so the receiver's completion means that both are in
 memory. A grant of slots is an empty SEND with the number of chunks as immediate data.
 """
 
@@ -215,7 +215,7 @@ class VerbsQueuePair:
 
     @_translated
     def reset(self) -> None:
-        """Reset the pair; destroy it if it does not obey: `prepare` then makes another."""
+        """Reset the pair. If that fails, destroy it: `prepare` then creates another."""
         if self._pair is not None:
             try:
                 self._modify(self.verbs.IBV_QPS_RESET)
@@ -225,7 +225,7 @@ class VerbsQueuePair:
         self._receiving = 0
 
     def close(self) -> None:
-        """Release everything. Errors are ignored: the rest goes with the process."""
+        """Release everything. Errors are ignored: the remaining resources end with the process."""
         try:
             if self._pair is not None:
                 self._pair.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a rail: raised by both ends, used, given up, fenced off by both ends, raised again.
+"""Life cycle of a rail: both ends raise it, use it, give it up, fence it off, and raise it again.
 
     connecting side             the other
     raise (endpoint) ->         prepares, connects
@@ -7,9 +7,9 @@
     ready ->                    both use it
     fenced ->     <- fenced     in either order, by which end noticed first; then both wait, and it starts again
 
-A rail is given up for an error completion, an event of its port, or because nothing moved in time: completions may
-never come. Its chunks leave again only when both ends are fenced off, so that no late packet can write into a slot that
-has been used again meanwhile.
+A rail is given up after an error completion, an event of its port, or a timeout, since completions may never come. Its
+chunks are sent again only when both ends are fenced off, so that no late packet can write into a slot that has been
+reused meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class QueuePairError(OSError):
 
 
 class Did(enum.Enum):
-    """Purpose of a work request."""
+    """Purpose of a completed work request."""
 
     RECEIVE = enum.auto()
     WRITE = enum.auto()
@@ -58,7 +58,7 @@ class Completion(NamedTuple):
 
 
 class QueuePair(Protocol):
-    """Interface of one end's queue pair. Nothing waits. All methods raise QueuePairError."""
+    """Interface of one end's queue pair. No method waits. All raise QueuePairError."""
 
     device: str
 
@@ -66,7 +66,7 @@ class QueuePair(Protocol):
         """Return whether the port has a link."""
 
     def prepare(self) -> VerbsEndpoint:
-        """Bring the pair, in whatever state, to one in which the peer can connect, with receives posted."""
+        """Bring the pair, from any state, to one in which the peer can connect, with receives posted."""
 
     def connect(self, peer: VerbsEndpoint) -> None:
         """Connect to the peer's end: ready to receive and to send."""
@@ -136,7 +136,7 @@ class Settlement(Protocol):
     def usable(self, rail: int, usable: bool) -> None: ...
 
     def settle(self, rail: int, below: int, beyond: list[int]) -> None:
-        """Record that both ends are fenced, and that the peer has these chunks."""
+        """Record that both ends are fenced, and which chunks the peer has."""
 
 
 class Rail:
@@ -292,7 +292,7 @@ class Rail:
             self.give_up(str(cause), now_s)
 
     def _try(self, act: Callable[[], Result]) -> Result | None:
-        """Return whether `act` succeeded; a failure changes nothing, as the rail is down or on its way there."""
+        """Return the result of `act`; None if it failed, which changes nothing, as the rail is down or about to be."""
         try:
             return act()
         except QueuePairError as cause:

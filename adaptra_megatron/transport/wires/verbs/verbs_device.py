@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RNICs of this host, as the kernel shows them, and pyverbs, if it is there.
+"""Find this host's RNICs in the kernel's sysfs, and load pyverbs.
 
-Finding out costs no pyverbs: sysfs names devices, ports and GIDs. pyverbs is imported where queue pairs are made.
+sysfs names devices, ports and GIDs without pyverbs, which is imported only where queue pairs are created.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def load_verbs() -> SimpleNamespace:
 
 
 def why_unavailable(devices: list[str]) -> str | None:
-    """Return why this process cannot use verbs; None if nothing is known to prevent it without a peer."""
+    """Return why this process cannot use verbs; None if nothing is known to prevent it. Needs no peer."""
     try:
         find_ports(devices)
         load_verbs()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the messages of two delegates about their queue pairs, over their proven TCP connection.
+"""Define the messages of two delegates about their queue pairs, over their authenticated TCP connection.
 
-A length of four bytes (little-endian) and one JSON object. Sizes, names and types are checked before anything is used.
+Format: a length of four bytes (little-endian) and one JSON object. Sizes, names and types are checked before use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class VerbsEndpoint(NamedTuple):
     mtu: Natural
     """libibverbs' code: 1 is 256 bytes, 5 is 4096."""
     address: Natural
-    """Address of the slots that the peer writes into."""
+    """Address of the slots that the peer writes to."""
     key: Natural
     """Remote key for writing there through this RNIC."""
 
@@ -46,13 +46,15 @@ class Unable(TaggedMessage, tag="unable", frozen=True, kw_only=True):
 
 
 class Grant(TaggedMessage, tag="grant", frozen=True, kw_only=True):
-    """Slots for all chunks below `chunks` are granted; sent when no rail can carry it, and after one has failed."""
+    """Slots for all chunks below `chunks` are granted. Sent if no rail can carry the grant, and after one has
+    failed.
+    """
 
     chunks: Natural
 
 
 class Raise(TaggedMessage, tag="raise", frozen=True, kw_only=True):
-    """From the connecting side: this end of the rail is ready to be connected to."""
+    """From the connecting side: this end of the rail is ready for a connection."""
 
     rail: Natural
     attempt: Natural
@@ -68,14 +70,14 @@ class Raised(TaggedMessage, tag="raised", frozen=True, kw_only=True):
 
 
 class Ready(TaggedMessage, tag="ready", frozen=True, kw_only=True):
-    """From the connecting side: a probe got through."""
+    """From the connecting side: a probe was acknowledged."""
 
     rail: Natural
     attempt: Natural
 
 
 class Fenced(TaggedMessage, tag="fenced", frozen=True, kw_only=True):
-    """Nothing can arrive over this end of the rail any more; names all chunks that had arrived, over any rail."""
+    """Nothing can arrive over this end of the rail any more; names all chunks that have arrived, over any rail."""
 
     rail: Natural
     attempt: Natural

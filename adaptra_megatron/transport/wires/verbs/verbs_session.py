@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One session over verbs: several rails, chunks striped over those that work, each arriving once.
+"""One session over verbs: several rails, with chunks striped over the working ones, each arriving once.
 
-Decides and accounts; its owner moves bytes to the peer, rings doorbells and watches the clock.
+It decides and keeps the accounts; its owner sends messages to the peer, rings doorbells and watches the clock.
 """
 
 from __future__ import annotations
@@ -213,12 +213,14 @@ class VerbsSession:
 
     @property
     def wants_slots(self) -> bool:
-        """Return whether the peer may soon run out of slots: more should be claimed as soon as there are any."""
+        """Return whether the peer may soon run out of slots, so that more should be claimed as soon as there
+        are any.
+        """
         return self._claimed - self._received.below <= self._slots // 2
 
     @property
     def wants_frames(self) -> bool:
-        """Return whether rails may soon be idle. Otherwise a completion comes first, and frames can wait."""
+        """Return whether rails may soon be idle. Otherwise frames can wait for a completion."""
         return self._stripes.pending < self._slots // 2
 
     @property
@@ -232,7 +234,7 @@ class VerbsSession:
         return self.outage_s, causes
 
     def taken(self, chunk: int, nbytes: int) -> None:
-        """Record a frame with `nbytes` of payload that is to be sent."""
+        """Record a frame with `nbytes` of payload to send."""
         self._stripes.add(chunk, nbytes)
 
     def claimed(self, chunk: int) -> None:

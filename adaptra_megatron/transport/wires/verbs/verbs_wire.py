@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other hosts over RDMA: RNICs write from the outbound ring here into the inbound ring of the peer's delegate.
+"""Wire between hosts over RDMA: RNICs write from the outbound ring here into the inbound ring of the peer's delegate.
 
-The proven connection carries what the two ends have to agree on. Everything happens in the event loop, but for two
-threads that wait for the rings where they are idle; nothing spins.
+The authenticated connection carries the messages of the two ends. Everything runs in the event loop, except for two
+threads that wait for idle rings; nothing spins.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _JOIN_S = 1.0
 
 
 class RingWatch(Generic[Item]):
-    """One side of a ring, for the event loop that made it: a thread waits only once nothing is left to take.
+    """One side of a ring, for the event loop that created it: a thread waits only when no slot is ready.
 
-    Waking a thread for each slot would cost more than the work for the slot.
+    Waking a thread for each slot would cost more than processing the slot.
     """
 
     def __init__(self, ring: Ring, get: Callable[[float], Item | None], came: Callable[[], None]) -> None:
-        """`get` waits in the ring until a deadline; `came` is called when `pull` should be called after a `watch`."""
+        """`get` waits in the ring until a deadline; `came` is called when `pull` is due after a `watch`."""
         self.over = False
         """True once the ring is closed and all of it has been pulled."""
         self._ring, self._get, self._came = ring, get, came
@@ -68,7 +68,7 @@ class RingWatch(Generic[Item]):
         return items
 
     def watch(self) -> None:
-        """Have `came` called as soon as a slot is ready or the ring is closed."""
+        """Call `came` as soon as a slot is ready or the ring is closed."""
         if not self._waiting and not self.over:
             self._waiting = True
             self._orders.put(True)
@@ -315,8 +315,9 @@ class VerbsWire:
             self._slots.watch()
 
     def _wake_at(self, due_s: float) -> None:
-        """Set a timer for `due_s`, or keep an earlier one: a needless wake-up costs less than setting it anew each
-        time."""
+        """Set a timer for `due_s`, or keep an earlier one: a needless wake-up costs less than resetting the timer each
+        time.
+        """
         if self._timer is not None and due_s < self._timer.when():
             self._timer.cancel()
             self._timer = None
