@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra analyze`: what is slow in a recorded job, since when, what it costs, and what each remedy would bring."""
+"""Define `adaptra analyze`: what is slow in a recorded job, since when, at what cost, and what each remedy would
+save."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyze a recording for `adaptra analyze`: print it, as text or JSON, and write it as one HTML page."""
+"""Analyze a recording for `adaptra analyze`: print text or JSON, and write one HTML page."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from adaptra_megatron.tools.report.report_page import Panel, page_environment
 from adaptra_megatron.tools.report.timelines import Timeline
 
 MOST_REPLICAS = 64
-"""Rows of the table of workers."""
+"""Most rows of the table of workers."""
 
 
 def analysis_page(analysis: Analysis, *, title: str = "") -> str:
-    """The page; it needs no network and no other file. `title`: name of the job; empty: that of the file."""
+    """Return the page, which needs no network and no other file. `title`: name of the job; empty: the file's."""
     found, remedies = analysis.stragglers, analysis.remedies
     stages = sorted(found.by_stage)
     slowest = list(found.by_replica)[:MOST_REPLICAS]
@@ -74,7 +74,7 @@ def analysis_page(analysis: Analysis, *, title: str = "") -> str:
 
 
 def _chart(analysis: Analysis) -> IterationChart:
-    """Times of all steps, above the line of the ideal."""
+    """Return the chart of the times of all steps, with the ideal as lower line."""
     found = analysis.stragglers
     rows = zip(found.numbers, found.recorded_s, strict=True)
     run = RunRecord(
@@ -91,7 +91,7 @@ def _chart(analysis: Analysis) -> IterationChart:
 
 
 def _panel(analysis: Analysis) -> Panel:
-    """The typical step's slowest replica, as it was recorded."""
+    """Return the timeline of the typical step's slowest replica, as recorded."""
     step = next(each for each in analysis.recording.steps if each.number == analysis.remedies.step)
     ends_s: dict[int, float] = {}
     for operation in step.operations:
@@ -109,7 +109,7 @@ def _panel(analysis: Analysis) -> Panel:
 
 
 def _records(step: RecordedStep, replica: int) -> list[ActionRecord]:
-    """Return what our own traces would hold: an action waits from the end of the one before."""
+    """Return records as in our own traces: an action waits from the end of the one before."""
     records = []
     for cell, operations in step.by_cell().items():
         over_s = step.start_s
@@ -141,12 +141,12 @@ def _facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 MOST_ROWS = 8
-"""Workers, replicas and links that the text shows."""
+"""Most workers, replicas and links in the text."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Analyse, write and print what `options` ask for; return the exit status: 1 for a recording that is not
-    understood. Raises InputError for what cannot be read or written; with --json, what cannot be read is said there."""
+    """Run the command; return the exit status: 1 if the recording is not understood, 2 if it cannot be read and --json
+    is given. Raises InputError if it cannot be read otherwise, or output cannot be written."""
     try:
         analysis = _analysed(options)
     except InputError as error:

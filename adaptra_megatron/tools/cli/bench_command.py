@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra bench`: measure the transports of the host path on this machine."""
+"""Define `adaptra bench`: measure the transports of the host path on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from adaptra_megatron.transport.host_settings import usable_cores
 
 
 def make_directory(directory: Path, option: str) -> None:
-    """Make the directory that `option` names. Raises InputError where that is not possible."""
+    """Make the directory that `option` names. Raises InputError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -39,7 +39,7 @@ def make_directory(directory: Path, option: str) -> None:
 
 DEFAULTS = BenchRequest()
 ROUND_TIMEOUT_S = 60.0
-"""Per transport, message size and round; the start is allowed as much."""
+"""Time limit per transport, message size and round; the start has the same limit."""
 _UNITS = {"": 1, "b": 1, "kib": KIBIBYTE, "mib": MEBIBYTE, "gib": GIBIBYTE}
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -56,7 +56,7 @@ with the same options on both; rank 0 prints and writes what was measured.
 
 
 def _add_transport(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `transport` to what `adaptra bench` measures."""
+    """Add `transport` to the measurements of `adaptra bench`."""
     parser = commands.add_parser(
         "transport",
         help="throughput and latency per transport and message size",
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_as_rank(request: BenchRequest, environment: Mapping[str, str]) -> BenchReport | None:
-    """One of two ranks that a launcher such as torchrun has started. None on the one that only receives."""
+    """Measure as one of two ranks that torchrun or another launcher has started. Return None on the receiving rank."""
     missing = [name for name in _RANK_VARIABLES if name not in environment]
     if missing:
         raise InputError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra check`: would a job start with --adaptra, and what would it get?"""
+"""Define `adaptra check`: whether a job would start with --adaptra, and what it would use."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def asdict_of(prospects: Prospects) -> dict[str, Any]:
-    """As JSON has it."""
+    """Return the prospects for JSON."""
     return {**asdict(prospects), "features": [feature._asdict() for feature in prospects.features]}
 
 
 def _jobs_in(path: Path, words: Sequence[str]) -> tuple[dict[str, SimpleNamespace], bool]:
-    """Settings of each job in a file, by a list's names and by role, and whether it holds several.
+    """Return the settings of each job in a file, by a list's names and by role, and whether there are several.
 
-    `words` set what replaces the file's.
+    `words`: settings that replace the file's.
     """
     document, missing = read_document(path)
     if missing:
@@ -106,7 +106,7 @@ def _jobs_in(path: Path, words: Sequence[str]) -> tuple[dict[str, SimpleNamespac
 
 
 def _settings_of_entry(place: str, entry: Any, words: Sequence[str]) -> dict[str, SimpleNamespace]:
-    """By role: see `jobs_of`."""
+    """Return the settings of an entry, by role (see `jobs_of`)."""
     settings = entry.get("settings", entry) if isinstance(entry, Mapping) else None
     line = entry.get("argv") if isinstance(entry, Mapping) else None
     try:
@@ -128,14 +128,14 @@ def _settings_of_document(document: Mapping[str, Any]) -> dict[str, SimpleNamesp
 
 
 def _assignments(words: Sequence[str]) -> list[tuple[str, str]]:
-    """The words that set one setting each, as Hydra's do: its dotted name, and its value."""
+    """Return the words that set one setting each, as Hydra's do: its dotted name, and its value."""
     return [(found[1], found[2]) for word in words if (found := OVERRIDE.fullmatch(word))]
 
 
 def _settings_of_line(words: Sequence[str]) -> dict[str, SimpleNamespace]:
-    """By role: see `jobs_of`.
+    """Return the settings of a command line, by role (see `jobs_of`).
 
-    Raises InputError for flags of --adaptra that cannot be, as Megatron's parser would refuse them.
+    Raises InputError for invalid flags of --adaptra, as Megatron's parser would.
     """
     assigned, flags = _assignments(words), [word for word in words if not OVERRIDE.fullmatch(word)]
     named = settings_of_command_line(flags)
@@ -152,7 +152,7 @@ def _settings_of_line(words: Sequence[str]) -> dict[str, SimpleNamespace]:
 
 
 def _our_words(settings: SimpleNamespace) -> list[str]:
-    """The flags of --adaptra that a document has as settings, as on a command line."""
+    """Return the --adaptra settings of a document as flags of a command line."""
     words: list[str] = []
     for name, value in vars(settings).items():
         if name.startswith("adaptra_") and value not in (None, False):
@@ -162,7 +162,7 @@ def _our_words(settings: SimpleNamespace) -> list[str]:
 
 
 def _with_our_flags(settings: SimpleNamespace, words: Sequence[str]) -> SimpleNamespace:
-    """Raises InputError for flags of --adaptra among `words` that cannot be."""
+    """Add the flags of --adaptra among `words` to `settings`. Raises InputError for invalid flags."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     add_adaptra_arguments(parser)
     try:
@@ -198,7 +198,7 @@ def _recipe(name: str) -> Any:
 
 
 def _version() -> dict[str, Any]:
-    """Of megatron-core as it is installed here, and whether the patches are written for it."""
+    """Return the installed version of megatron-core, and whether the patches support it."""
     from adaptra_megatron.patches.table import SUPPORTED
 
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra doctor`: what this host can do, in plain words, and how two of its processes exchange messages."""
+"""Define `adaptra doctor`: what this host supports, and how two of its processes exchange messages."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, run_ran
 from adaptra_megatron.transport.host_settings import HostSettings
 
 DEADLINE_S = 30.0
-"""For all transports together, the start of the processes included."""
+"""Time limit for all transports together, with the start of the processes."""
 _RANK_MODULE = "adaptra_megatron.tools.local_ranks.self_test_rank"
 _LEAST_S = 2.0
-"""A check is not started with less time than this left."""
+"""Least seconds left for a check to start."""
 
 
 def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> list[HostFinding]:
-    """One finding per transport, within about `deadline_s` seconds (the launcher takes up to 2 s to end its ranks)."""
+    """Return one finding per transport, within about `deadline_s` seconds (the launcher takes up to 2 s to end its
+    ranks)."""
     until_s = time.monotonic() + deadline_s
     found: dict[str, HostFinding] = {}
     while waiting := [name for name in transports if name not in found]:
@@ -62,7 +63,7 @@ def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> 
 
 
 def _run_ranks(transports: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]], str | None]:
-    """Measurements of a pair of processes, and the failure that ended it, if any."""
+    """Run a pair of processes; return their measurements, and the failure that ended them, if any."""
     with tempfile.TemporaryDirectory(prefix="adaptra-doctor-") as directory:
         results = Path(directory) / "results"
         results.touch()
@@ -79,7 +80,7 @@ def _run_ranks(transports: Sequence[str], timeout_s: float) -> tuple[list[dict[s
 
 
 def _last_words(error: LaunchError, timeout_s: float) -> str:
-    """The last line of each rank that failed by itself: what Python says about its exception."""
+    """Return the last line of each rank that failed by itself: Python's exception."""
     said = []
     for result in error.results:
         if result.returncode > 0:
@@ -107,7 +108,7 @@ def _failed(transport: str, cause: str) -> HostFinding:
 
 
 Report = dict[str, list[HostFinding]]
-"""Findings by what they are about."""
+"""Findings by section."""
 _STYLES = {HostLevel.OK: "green", HostLevel.NOTE: "yellow", HostLevel.PROBLEM: "bold red"}
 _WIDEST = 120
 
@@ -130,7 +131,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def examine(roots: Roots, environment: Mapping[str, str], *, self_test: bool) -> Report:
-    """All checks, on a live host: only the trees that `roots` names can be made up."""
+    """Run all checks on this host; only the trees named by `roots` may be made up."""
     transports = [check_shm(), check_tcp(find_interfaces(roots), environment), check_verbs(roots)]
     report = {
         "RNICs": check_rnics(roots),
@@ -148,7 +149,7 @@ def examine(roots: Roots, environment: Mapping[str, str], *, self_test: bool) ->
 
 
 def works(report: Report) -> bool:
-    """Return whether nothing keeps --adaptra from working here."""
+    """Return whether --adaptra can work on this host."""
     return not any(finding.fatal for findings in report.values() for finding in findings)
 
 
@@ -159,14 +160,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def print_json(report: Report) -> None:
-    """One JSON object on one line. Its keys are an interface: add, never rename."""
+    """Print one JSON object on one line. Its keys are an interface: add, never rename."""
     findings = [{"section": section, **asdict(finding)} for section, found in report.items() for finding in found]
     document = {"version": __version__, "host": platform.node(), "works": works(report), "findings": findings}
     print(json.dumps(document, allow_nan=False))
 
 
 def print_text(report: Report) -> None:
-    """A paragraph per section, a line or two per finding, and the sum of it."""
+    """Print a paragraph per section, a line or two per finding, and a summary."""
     show = _writer()
     show(f"adaptra {__version__} on {platform.node()}", "bold")
     width = min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
@@ -198,7 +199,7 @@ def _summary(report: Report) -> str:
 
 
 def _writer() -> Callable[[str, str], None]:
-    """Prints a text in a style, if rich is there and the terminal has colours."""
+    """Return a function that prints text in a style, if rich is installed and the terminal has colours."""
     try:
         from rich.console import Console
         from rich.text import Text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra launch`: torchrun's flags, for a job that may survive failures of some of its ranks."""
+"""Define `adaptra launch`: torchrun's flags, for a job that may recover from failures of some ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Run this host's part of a job. Returns the exit status; says on stderr how a job that failed did."""
+    """Run this host's part of a job. Return the exit status; print on stderr how a failed job ended."""
     from adaptra_megatron.elastic.launch.launch_arguments import LaunchArgumentError, SlurmError, read_arguments
     from adaptra_megatron.elastic.launch.launcher import Launcher
 
@@ -39,7 +39,8 @@ def launch(arguments: Sequence[str]) -> int:
     if verdict.text:
         print(f"adaptra launch: {settings.name}: {verdict.text}", file=sys.stderr)
     if threading.active_count() > 1:
-        # One waits for a store that does not answer: should it do so while Python ends, C++ would abort the process.
+        # A thread is waiting for a store that does not answer. If it did so while Python ends, C++ would abort the
+        # process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(verdict.exit_code)

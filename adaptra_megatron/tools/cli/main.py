@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of `adaptra`: finds the command, turns errors of the user into one line and exit status 2."""
+"""Entry point of `adaptra`: run the command, and turn errors of the user into one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from adaptra_megatron.tools.cli.request_commands import add_policy_command, add_
 
 
 class _UsageError(Exception):
-    """Arguments that cannot be parsed; of which program, and why."""
+    """Invalid arguments: the program, and what is wrong."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse prints its usage in front of an error; one line is what scripts can show."""
+    """Parser that reports an error in one line, for scripts; argparse's own prints the usage first."""
 
     def error(self, message: str) -> NoReturn:
         raise _UsageError(self.prog, f"{message} (see {self.prog} --help)")
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints what has a shell complete our command line, and ends."""
+    """Prints the script for a shell's completion of our command line, and ends."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -51,7 +51,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of `adaptra` with all commands, which docs/cli.md is made from."""
+    """Return the parser of `adaptra` with all commands; docs/cli.md is generated from it."""
     parser: argparse.ArgumentParser = _Parser(
         prog="adaptra",
         description="Pipeline schedules for Megatron-core: plan, simulate, and check hosts, runs and transports.",
@@ -80,10 +80,10 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
+    """Run one command; return its exit status, by default 0; 2 for bad input, with one line on stderr.
 
-    With `--json` that line is a JSON object on stdout, {"error": ...}. Without a command: its help, and 0. 1 if stdout
-    was closed. Raises SystemExit for arguments that cannot be parsed, as argparse does.
+    With `--json` that line is a JSON object on stdout, {"error": ...}. Without a command: print the help, return 0.
+    Return 1 if stdout was closed. Raises SystemExit for invalid arguments, as argparse does.
     """
     parser = command_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_status: int | None = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; without this Python complains once more when it closes stdout.
+        # The reader (`head`, say) has closed the pipe; without this, Python complains again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _UsageError as error:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read recipes as trainers keep them: files that inherit from others, references within them, words that set one
-setting each, and several roles (actor, critic, teacher) in one file."""
+"""Read trainers' recipes: files that inherit from others, references within them, words that set one setting each, and
+several roles (actor, critic, teacher) in one file."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from typing import Any
 from adaptra_megatron.tools.cli.planning.inputs import InputError
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
-"""A word of Hydra's that sets one setting: `actor.megatron.pipeline_model_parallel_size=4`."""
+"""A word that sets one setting, as Hydra's: `actor.megatron.pipeline_model_parallel_size=4`."""
 _ROLE = re.compile(r"(actor|critic|ref|reference|policy|value|teachers?|student|reward|rm)(_model|_policy|_trainer)?")
-"""Names of sections that are jobs of their own in recipes of several."""
+"""Names of sections that are jobs of their own in recipes of several jobs."""
 _FORWARDS_ALONE = re.compile(r"(ref|reference|teachers?)(_model|_policy|_trainer)?")
 _ELSEWHERE = ("rollout", "generation", "trt_llm")
-"""Sections about engines of inference, which have sizes of the same names."""
+"""Sections of inference engines, whose sizes have the same names."""
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _FROM_ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*(:.*)?")
-"""Primus's, which is left to `job_settings`."""
+"""References to the environment, as in Primus; `job_settings` resolves them."""
 _DEEPEST = 12
-"""Files that inherit from each other, and references to references."""
+"""Largest depth of inheritance, and of references to references."""
 
 _Place = tuple[str, ...]
 
 
 def read_document(path: Path) -> tuple[Any, list[str]]:
-    """Return what is in a file of JSON, or of YAML by its name, and the files it inherits from that were not found.
+    """Read a JSON file, or a YAML file (by its name); return its content, and the inherited files that were not found.
 
-    What it inherits (`defaults:`, as Hydra and NeMo-RL write it) is in the document.
-
-    Raises InputError for a file that cannot be read.
+    The content includes what the file inherits (`defaults:`, as in Hydra and NeMo-RL). Raises InputError if the file
+    cannot be read.
     """
     missing: list[str] = []
     return _with_inherited(path, missing, _DEEPEST), missing
 
 
 def nested(assignments: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the document in which each setting, by its dotted name, has its value."""
+    """Return the document of settings that are given by dotted names, with their values."""
     document: dict[str, Any] = {}
     for name, value in assignments:
         *sections, last = name.split(".")
@@ -51,7 +50,7 @@ def nested(assignments: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """Return both, section by section; where both have a setting, that of `above`."""
+    """Return both documents merged by section; of a setting in both, that of `above`."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     names = dict.fromkeys([*below, *above])
@@ -64,9 +63,9 @@ def merged(below: Any, above: Any) -> Any:
 
 
 def jobs_of(document: Any) -> dict[str, Any]:
-    """Return the document of each job in one: by role, where it has several; under "" where it is one job.
+    """Return the documents of all jobs in one, by role; under "" if it holds a single job.
 
-    References are replaced by what they are to, where that is said. Engines of inference are left out.
+    References are resolved as far as possible. Inference engines are left out.
     """
     document = _without(_resolved(document, (), document), set(_places(document, lambda at: at[-1] in _ELSEWHERE)))
     sized = set(_places(document, lambda at: at[-1].endswith("_parallel_size")))
@@ -103,9 +102,10 @@ def _with_inherited(path: Path, missing: list[str], deepest: int) -> Any:
 
 
 def _default(entry: Any) -> tuple[str, list[str], bool]:
-    """Return an entry of Hydra's defaults: the file's name, the section that it is put under, and whether it may lack.
+    """Parse an entry of Hydra's defaults; return the file's name, the section for its content, and whether it is
+    optional.
 
-    `group@section: name`, `group: name`, or a name alone.
+    An entry is `group@section: name`, `group: name`, or a name alone.
     """
     if not isinstance(entry, Mapping):
         return str(entry).partition("@")[0], [], False
@@ -141,7 +141,7 @@ def _under(sections: Sequence[str], value: Any) -> Any:
 
 
 def _resolved(node: Any, at: _Place, root: Any, deepest: int = _DEEPEST) -> Any:
-    """Return `node`, which stands `at` a place in `root`, with references replaced; those to nothing stay."""
+    """Return `node`, which stands at `at` in `root`, with its references resolved; unknown ones stay."""
     if isinstance(node, Mapping):
         return {name: _resolved(value, (*at, str(name)), root, deepest) for name, value in node.items()}
     if isinstance(node, list):
@@ -167,7 +167,7 @@ def _resolved(node: Any, at: _Place, root: Any, deepest: int = _DEEPEST) -> Any:
 
 
 def _place(name: str, at: _Place) -> _Place:
-    """Return the place of a reference that stands `at` one: `a.b`, or from the section itself (`.b`) or one above."""
+    """Return the place that a reference at `at` names: `a.b`, or relative to its section (`.b`) or to one above."""
     above = len(name) - len(name.lstrip("."))
     return (*(at[:-above] if above else ()), *name.lstrip(".").split("."))
 
@@ -191,7 +191,7 @@ def _places(node: Any, wanted: Any, at: _Place = ()) -> Iterator[_Place]:
 
 
 def _role(at: _Place) -> _Place | None:
-    """Return the place of the section of a role that a setting is in; None where it is in none."""
+    """Return the place of the role's section that a setting is in; None if it is in none."""
     for depth, name in enumerate(at[:-1], 1):
         if _ROLE.fullmatch(name):
             return at[: depth + 1] if depth < len(at) - 1 and at[depth].isdigit() else at[:depth]
@@ -199,7 +199,7 @@ def _role(at: _Place) -> _Place | None:
 
 
 def _without(node: Any, places: set[_Place], at: _Place = ()) -> Any:
-    """Return `node` without what stands at `places`."""
+    """Return `node` without the places in `places`."""
     if not isinstance(node, (Mapping, list)):
         return node
     items = node.items() if isinstance(node, Mapping) else enumerate(node)

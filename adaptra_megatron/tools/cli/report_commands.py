@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra report`, a run explained on one HTML page, and `adaptra status`, a running job in a few lines."""
+"""Define `adaptra report`, a run explained on one HTML page, and `adaptra status`, the state of a running job."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ RUN is the directory that the job was given by --adaptra-trace-dir, with or with
 Exit status: 0 where nothing is to do, 3 where something is slow, dead, silent or failed, 2 for what cannot be read.
 """
 SOMETHING_TO_DO = 3
-"""Exit status: of itself no error, but somebody should look."""
+"""Exit status that is no error, but means that somebody should look."""
 
 
 def add_status_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -134,7 +134,7 @@ def _run_status(options: argparse.Namespace) -> int:
 
 
 def _status(directory: Path) -> Status:
-    """Return what the log says now, as far as it can be read."""
+    """Return the state in the log, as far as it can be read."""
     damage: list[event_log.Damage] = []
     try:
         events = event_log.read_events(directory, damage.append)

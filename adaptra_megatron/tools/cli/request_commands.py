@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra trace` and `adaptra policy`: ask a running job for traces of some iterations, or for another policy."""
+"""Define `adaptra trace` and `adaptra policy`: request traces of some iterations, or another policy, from a running
+job."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def _run_trace(options: argparse.Namespace) -> None:
 
 
 def _ask(directory: Path, name: str, timeout_s: float) -> None:
-    """Put the request where the job looks, and take it back if no rank reads it in time."""
+    """Write the request, and remove it again if no rank reads it in time."""
     try:
         parse_request(name, running=1)
         request = request_directory(directory) / name
@@ -92,8 +93,8 @@ def _ask(directory: Path, name: str, timeout_s: float) -> None:
 
 
 def wait_until_read(request: Path, timeout_s: float, question: str) -> None:
-    """Wait until the job has taken the file of a request away. Takes it back, and raises InputError with the `question`
-    that this leaves, where that lasts longer than `timeout_s`. Raises OSError."""
+    """Wait until the job has removed the file of a request. After `timeout_s`, remove it, and raise InputError with
+    `question`, which names possible reasons. Raises OSError."""
     deadline_s = time.monotonic() + timeout_s
     while request.exists():
         if time.monotonic() > deadline_s:
@@ -149,7 +150,8 @@ def _run_policy(options: argparse.Namespace) -> None:
 
 
 def _answer(directory: Path, policy: str, before: int, deadline_s: float) -> str:
-    """Return what the job's log says to the request. `before`: number of changes in it by then. Raises OSError."""
+    """Return the job's answer to a request, from its log. `before`: number of policy changes before it. Raises
+    OSError."""
     while True:
         events = renumbered(read_events(directory, lambda _problem: None))
         for found in _changes(events)[before:]:

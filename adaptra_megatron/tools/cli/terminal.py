@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of commands on a terminal: tables on stdout, progress on stderr, by rich where it is installed."""
+"""Print tables on stdout and progress on stderr, by rich if it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from adaptra_megatron.schedule.jobs.job_simulation import Progress
 
 @contextmanager
 def no_cycle_collection() -> Iterator[None]:
-    """A schedule is hundreds of thousands of tuples and no cycle: looking for some takes longer than making them."""
+    """Disable the cycle collector: a schedule is hundreds of thousands of tuples without cycles, and to look for these
+    takes longer than to make them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,7 +27,7 @@ def no_cycle_collection() -> Iterator[None]:
 
 
 _PERIOD_S = 2.0
-"""Between lines of text."""
+"""Seconds between two lines of progress."""
 
 
 def add_progress_option(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def add_progress_option(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def shown_progress(wanted: bool | None) -> Iterator[Progress | None]:
-    """Function that takes progress; None if none is shown. `wanted` None: if stderr is a terminal."""
+    """Yield a function that shows progress; None if none is shown. `wanted`: None: if stderr is a terminal."""
     terminal = sys.stderr.isatty()
     if not (terminal if wanted is None else wanted):
         yield None
@@ -74,7 +75,7 @@ def shown_progress(wanted: bool | None) -> Iterator[Progress | None]:
 
 
 class _Lines:
-    """A line every few seconds, so that a log stays short; none for work that takes less."""
+    """Progress as a line every few seconds, so that a log stays short; none for quick work."""
 
     def __init__(self) -> None:
         self._begun_s = self._told_s = time.monotonic()
@@ -88,7 +89,7 @@ class _Lines:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Right-aligned columns under `headings`. None is cut off: where rich's do not fit, they are plain."""
+    """Print right-aligned columns under `headings`. Nothing is cut off: if rich's table is too wide, it is plain."""
     try:
         from rich.console import Console
         from rich.measure import Measurement

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a host for `adaptra doctor`. Each module looks at one thing and returns findings; none prints, none raises."""
+"""Checks of a host for `adaptra doctor`. Each module examines one subject and returns findings; none prints or
+raises."""

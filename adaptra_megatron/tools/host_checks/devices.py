@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find GPUs, RDMA devices and network interfaces of this host, and which RNICs are nearest to each GPU."""
+"""Find GPUs, RDMA devices and network interfaces of this host, and the RNICs nearest to each GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORDS = {
 
 
 def check_gpus(roots: Roots, environment: Mapping[str, str]) -> list[HostFinding]:
-    """One finding per GPU, and one on their hardware queues, or one that says that there is none."""
+    """Return one finding per GPU, and one on their hardware queues; or one that there is no GPU."""
     pci = roots.sys / "bus" / "pci" / "devices"
     found = [
         _gpu(roots, entry.name)
@@ -90,7 +90,7 @@ def _gpu(roots: Roots, bus_id: str) -> HostFinding:
 
 
 def _model(roots: Roots, bus_id: str) -> str:
-    """Name by the driver; empty without the driver."""
+    """Return the GPU's name from the driver; empty without the driver."""
     information = read_text(roots.proc / "driver" / "nvidia" / "gpus" / bus_id / "information")
     found = re.search(r"^Model:\s*(.+)$", information, re.MULTILINE)
     return found[1].strip() if found else ""
@@ -104,7 +104,7 @@ class Interface:
     addresses: tuple[str, ...]
     up: bool
     speed_mbit_s: int | None
-    """None where the driver does not say, as virtual ones do not."""
+    """None if the driver does not report it, as for virtual interfaces."""
     mtu: int | None
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Interface:
 
 
 def find_interfaces(roots: Roots) -> list[Interface]:
-    """All with an address but loopback, as sysfs, procfs and the kernel's ioctl have them, in the order of names."""
+    """Return all interfaces with an address, without loopback, by name: from sysfs, procfs and the kernel's ioctl."""
     found = []
     for entry in sorted((roots.sys / "class" / "net").glob("*")):
         addresses = interface_addresses(entry.name, roots.proc)
@@ -137,7 +137,7 @@ _NETWORK_CLASS = "0x02"
 
 
 def check_rnics(roots: Roots) -> list[HostFinding]:
-    """One finding per port, or one that says why there is none."""
+    """Return one finding per port, or one that says why there is none."""
     found = [_port(roots, device, port) for device in rdma_devices(roots.sys) for port in device.ports]
     return found or [_none(roots)]
 
@@ -199,7 +199,7 @@ def _port(roots: Roots, device: RdmaDevice, port: RdmaPort) -> HostFinding:
 
 
 def _gid(sysfs: Path, port: Port, details: dict[str, object]) -> str:
-    """The GID that verbs would use. Raises VerbsUnavailableError."""
+    """Describe the GID that verbs would use. Raises VerbsUnavailableError."""
     index, gid = port.gid(sysfs)
     attributes = sysfs / port.device / "ports" / str(port.number) / "gid_attrs"
     kind, interface = read_text(attributes / "types" / str(index)), read_text(attributes / "ndevs" / str(index))

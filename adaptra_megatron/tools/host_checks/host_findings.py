@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the findings of a check, and where on a host it looks."""
+"""Define the findings of a check, and the directories that it reads."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ class HostLevel(str, enum.Enum):
 
     OK = "ok"
     NOTE = "note"
-    """It works, but not as well as it could, or something optional is missing."""
+    """It works, but not optimally, or something optional is missing."""
     PROBLEM = "problem"
-    """Something that this host should be able to do, it cannot."""
+    """Something does not work that this host should support."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFinding:
-    """One thing seen."""
+    """One finding of a check."""
 
     subject: str
     """Subject, in a word or two."""
     level: HostLevel
     text: str
-    """In plain words."""
+    """The finding, as text."""
     remedy: str = ""
-    """One line; empty where nothing is to be done."""
+    """Remedy in one line; empty if none is needed."""
     fatal: bool = False
-    """Set if --adaptra cannot work at all before this is remedied."""
+    """Whether --adaptra cannot work at all until this is remedied."""
     details: Mapping[str, object] = field(default_factory=dict)
-    """The same for programs: numbers and names that JSON can carry."""
+    """The finding for programs: numbers and names that JSON can hold."""
 
 
 @dataclass(frozen=True)
 class Roots:
-    """Directories of sysfs and procfs; tests give their own."""
+    """Directories of sysfs, procfs and devices; tests give their own."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -46,7 +46,7 @@ class Roots:
 
 
 def read_text(path: Path) -> str:
-    """Content of a file of sysfs or procfs, without white space around it; empty where there is nothing to read."""
+    """Return the stripped content of a file of sysfs or procfs; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -54,7 +54,7 @@ def read_text(path: Path) -> str:
 
 
 def read_number(path: Path) -> int | None:
-    """The first number in such a file; None where there is none."""
+    """Return the first number in such a file; None if there is none."""
     words = read_text(path).split()
     try:
         return int(words[0])
@@ -63,7 +63,7 @@ def read_number(path: Path) -> int | None:
 
 
 def spelled_nbytes(nbytes: int) -> str:
-    """For people: "64 KiB", "1.5 GiB"."""
+    """Format bytes, such as "64 KiB", "1.5 GiB"."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check versions of what is installed, whether it can be imported, and whether the patches fit this Megatron."""
+"""Check the installed versions, whether they can be imported, and whether the patches fit this Megatron."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _OPTIONAL = {
     "perfetto": "traces in Perfetto's own format (pip install 'adaptra-megatron[perfetto]')",
 }
 _IMPORTED = {"megatron-core": "megatron.core", "opentelemetry-sdk": "opentelemetry.sdk"}
-"""Where the name to import is not that of the distribution."""
+"""Name to import, if it is not that of the distribution."""
 
 Import = Callable[[str], ModuleType]
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Without the warnings of what it imports. Raises whatever the module raises, ImportError above all."""
+    """Import a module without the warnings of its imports. Raises whatever the module raises, mostly ImportError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
 
 
 def check_versions(roots: Roots, import_module: Import = import_quietly) -> list[HostFinding]:
-    """Python, what this package requires, CUDA and NCCL as torch has them, libibverbs, and what is optional."""
+    """Return findings on Python, required packages, CUDA and NCCL as in torch, libibverbs, and optional packages."""
     python = f"{platform.python_implementation()} {platform.python_version()}, adaptra-megatron {__version__}"
     found = [HostFinding(subject="python", level=HostLevel.OK, text=python, details={"adaptra": __version__})]
     found += [_requirement(*requirement, import_module) for requirement in _requirements()]
@@ -58,7 +58,7 @@ def check_versions(roots: Roots, import_module: Import = import_quietly) -> list
 
 
 def check_native_modules(import_module: Import = import_quietly) -> list[HostFinding]:
-    """Return whether the compiled parts load."""
+    """Return whether each compiled module loads."""
     found = []
     for name in NATIVE_MODULES:
         subject = name.removeprefix("adaptra_megatron.")
@@ -80,7 +80,8 @@ def check_native_modules(import_module: Import = import_quietly) -> list[HostFin
 
 
 def _requirements() -> list[tuple[str, str]]:
-    """Names and specifiers of what training needs, from this package's metadata: its extra `megatron` is part of it."""
+    """Return names and specifiers of the packages for training, from this package's metadata with its extra
+    `megatron`."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # run from its source tree
@@ -90,7 +91,8 @@ def _requirements() -> list[tuple[str, str]]:
 
 
 def _requirement(name: str, specifier: str, import_module: Import) -> HostFinding:
-    """Installed, in the right version, and importable: a library built for another machine fails only then."""
+    """Check that a package is installed, in the right version, and can be imported: one built for another machine
+    cannot."""
     remedy = f"pip install '{name}{specifier}'"
     try:
         module = import_module(_IMPORTED.get(name, name))
@@ -120,7 +122,7 @@ def _fits(version: str, specifier: str) -> bool:
 
 
 def _cuda(roots: Roots, import_module: Import) -> HostFinding | None:
-    """None where torch is missing, which is a finding of its own."""
+    """Return a finding on CUDA; None without torch, which has a finding of its own."""
     try:
         torch = import_module("torch")
     except Exception:
@@ -144,7 +146,7 @@ def _cuda(roots: Roots, import_module: Import) -> HostFinding | None:
 
 
 def _libibverbs() -> HostFinding:
-    """rdma-core's release is the last part of its library's file name."""
+    """Check libibverbs. rdma-core's release is the last part of the library's file name."""
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
@@ -173,7 +175,7 @@ def _first_line(cause: Exception) -> str:
 
 
 def check_patches(patches: Sequence[Patch] = PATCHES) -> list[HostFinding]:
-    """One finding per patch: whether its place is there, with the parameters that are used. Nothing is patched."""
+    """Return one finding per patch: whether its target exists, with the parameters that it uses. Nothing is patched."""
     try:
         import_quietly("megatron.core")
     except Exception as cause:
@@ -183,7 +185,7 @@ def check_patches(patches: Sequence[Patch] = PATCHES) -> list[HostFinding]:
 
 
 def check_refusals() -> list[HostFinding]:
-    """The features that stop a run with --adaptra at its start, where the installed Megatron has them."""
+    """Return the features that a run with --adaptra refuses at its start, in the installed Megatron."""
     try:
         refusals = import_quietly("adaptra_megatron.megatron.refusals").REFUSALS
     except Exception as cause:

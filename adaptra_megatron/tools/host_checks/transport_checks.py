@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find which of the host path's transports can be used here, and the limits of kernel and process that they meet."""
+"""Check which of the host path's transports work here, and the limits of kernel and process that concern them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
 from adaptra_megatron.transport.wires.verbs.verbs_device import Port, VerbsUnavailableError, find_ports, load_verbs
 
 OLDEST_KERNEL = (3, 17)
-"""memfd_create and sealing."""
+"""First kernel with memfd_create and sealing."""
 _CAP_IPC_LOCK = 14
 _FEW_FILES = 1024
 _SMALL_TCP_BUFFER_NBYTES = 4 * MEBIBYTE
@@ -37,16 +37,16 @@ _NEIGHBOURS = 2
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """Soft limits of this process, None for unlimited."""
+    """Soft limits of this process; None if unlimited."""
 
     locked_nbytes: int | None
     open_files: int | None
     shared_memory_free_nbytes: int | None
-    """Free bytes of /dev/shm; None where there is none."""
+    """Free bytes of /dev/shm; None if there is none."""
 
 
 def limits_of_this_process(roots: Roots) -> ProcessLimits:
-    """Current limits of the kernel."""
+    """Return the present limits."""
     locked, files = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     try:
         status = os.statvfs(roots.dev / "shm")
@@ -57,7 +57,7 @@ def limits_of_this_process(roots: Roots) -> ProcessLimits:
 
 
 def check_limits(roots: Roots, limits: ProcessLimits, settings: HostSettings) -> list[HostFinding]:
-    """Kernel, locked memory, files, TCP buffers and shared memory."""
+    """Check kernel, locked memory, open files, TCP buffers and shared memory."""
     return [
         _kernel(roots),
         _locked_memory(roots, limits, settings),
@@ -97,7 +97,7 @@ def _kernel(roots: Roots) -> HostFinding:
 
 
 def _locked_memory(roots: Roots, limits: ProcessLimits, settings: HostSettings) -> HostFinding:
-    """Bytes that verbs registers: both rings of each link, once per RNIC."""
+    """Check the limit of locked memory: verbs registers both rings of each link, once per RNIC."""
     rnics = len(list((roots.sys / "class" / "infiniband").glob("*")))
     needed = 2 * _NEIGHBOURS * settings.slots * settings.slot_nbytes * max(1, rnics)
     limit, exempt = limits.locked_nbytes, _may_lock_any(roots)
@@ -133,7 +133,8 @@ def _open_files(limits: ProcessLimits) -> HostFinding:
 
 
 def _tcp_buffers(roots: Roots) -> HostFinding:
-    """The kernel sizes buffers by itself up to the last number of tcp_rmem and tcp_wmem; we never set them."""
+    """Check the largest TCP buffers, the last numbers of tcp_rmem and tcp_wmem; the kernel chooses sizes up to
+    these."""
     net = roots.proc / "sys" / "net"
     largest = {}
     for name in ("tcp_rmem", "tcp_wmem"):
@@ -175,7 +176,7 @@ def _shared_memory(limits: ProcessLimits) -> HostFinding:
 
 
 USABLE = "usable"
-"""Key of a detail: whether the transport can be used between processes of this host."""
+"""Key of a detail: whether the transport works between processes of this host."""
 _CHOOSE = "--adaptra-interface NAME"
 _WAIT_S = 5.0
 _SETTLE_S = 0.02
@@ -186,7 +187,8 @@ _WITHOUT_DEVICE = (
 
 
 def check_shm() -> HostFinding:
-    """Does, within this process, what two processes do: a sealed memfd, its futex, an abstract socket."""
+    """Check shared memory: use a sealed memfd, its futex and an abstract socket in this process, as two processes
+    do."""
     try:
         _ring_and_doorbell()
         _abstract_socket()
@@ -209,7 +211,7 @@ def check_shm() -> HostFinding:
 
 
 def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> HostFinding:
-    """Return where delegates would listen if stages were on several hosts, and that a socket can listen there."""
+    """Check TCP: where delegates would listen for other hosts, and that a socket can listen there."""
     try:
         from adaptra_megatron.transport.message_keys import TransportError
         from adaptra_megatron.transport.setup.host_placement import INTERFACE_VARIABLE, listen_tcp, listening_host
@@ -252,7 +254,7 @@ def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -
 
 
 def check_verbs(roots: Roots, load: Callable[[], SimpleNamespace] = load_verbs) -> HostFinding:
-    """Devices with a link, their files in /dev, pyverbs, and that each device opens."""
+    """Check verbs: devices with a link, their files in /dev, pyverbs, and that each device opens."""
     sysfs = roots.sys / "class" / "infiniband"
     try:
         ports = find_ports([], sysfs)
@@ -292,7 +294,7 @@ def _unusable(cause: str, remedy: str, level: HostLevel) -> HostFinding:
 
 
 def _ring_and_doorbell() -> None:
-    """A message through a ring of two mappings to a thread that waits for it. Raises OSError, RuntimeError."""
+    """Send a message through a ring to a waiting thread, with two mappings. Raises OSError, RuntimeError."""
     from adaptra_megatron.transport._ring import Inbox, Ring
 
     producer = Ring.create(2, 4096)
@@ -313,7 +315,7 @@ def _ring_and_doorbell() -> None:
 
 
 def _abstract_socket() -> None:
-    """Raises OSError."""
+    """Connect to an abstract unix socket. Raises OSError."""
     address = f"\0adaptra-doctor-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as knocking:
         listener.bind(address)
@@ -323,7 +325,7 @@ def _abstract_socket() -> None:
 
 
 def _closed_files(roots: Roots, ports: Sequence[Port]) -> list[str]:
-    """Device files that this process may not use."""
+    """Return the device files that this process may not use."""
     closed = []
     for port in ports:
         entries = (roots.sys / "class" / "infiniband_verbs").glob("uverbs*")
@@ -335,7 +337,7 @@ def _closed_files(roots: Roots, ports: Sequence[Port]) -> list[str]:
 
 
 def _faster(interfaces: Sequence[Interface], chosen: Interface | None) -> Interface | None:
-    """An interface that is up and faster than the chosen one, as far as drivers say."""
+    """Return an interface that is up and faster than the chosen one, by the drivers' speeds; None if there is none."""
     if chosen is None or chosen.speed_mbit_s is None:
         return None
     candidates = [i for i in interfaces if i.up and (i.speed_mbit_s or 0) > chosen.speed_mbit_s]

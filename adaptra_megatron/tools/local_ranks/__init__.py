@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""local_ranks"""
+"""Jobs of several ranks on this host, for the self-test and the benchmark of the transports."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the host path's transports in each of two ranks, of which rank 0 sends and rank 1 receives; and what limits
-them: bare copies through shared memory, and iperf3.
+"""Measure the host path's transports in two ranks; rank 0 sends and rank 1 receives. Measure their limits, too: copies
+through shared memory, and iperf3.
 
 python -m adaptra_megatron.tools.local_ranks.bench_rank REQUEST.json REPORT.json
 """
@@ -49,10 +49,10 @@ def iperf_installed() -> bool:
 
 
 class Yardsticks:
-    """Both ranks make one and call each of its methods at the same time; rank 0 gets the result, in GB/s."""
+    """Measurements of limits, in GB/s. Both ranks call each method at the same time; rank 0 gets the result."""
 
     def __init__(self, most_nbytes: int, lanes: int) -> None:
-        """`most_nbytes`: of the largest message; `lanes`: connections of iperf3."""
+        """Set up. `most_nbytes`: bytes of the largest message. `lanes`: connections of iperf3."""
         self._lanes = lanes
         self._rank = dist.get_rank()
         self._shared = self._share(most_nbytes)
@@ -60,7 +60,7 @@ class Yardsticks:
         self._private_target = torch.zeros_like(self._shared)
 
     def _share(self, nbytes: int) -> torch.Tensor:
-        """Memory that both ranks map."""
+        """Return memory that both ranks map."""
         descriptor = os.memfd_create("yardstick")
         os.truncate(descriptor, nbytes)
         place: list[Any] = [f"/proc/{os.getpid()}/fd/{descriptor}"]
@@ -72,7 +72,7 @@ class Yardsticks:
         return memory
 
     def two_processes(self, nbytes: int) -> float:
-        """Rank 0 copies messages in, then rank 1 copies them out; the time of the copies alone."""
+        """Copy messages in by rank 0, then out by rank 1; return the rate of the copies alone."""
         shared, private, copying_s = self._shared[:nbytes], self._private[:nbytes], 0.0
         for _ in range(COPIES):
             for rank in range(2):
@@ -86,7 +86,7 @@ class Yardsticks:
         return nbytes * COPIES / float(total.item()) / 1e9
 
     def one_thread(self, nbytes: int) -> float:
-        """Rank 0 copies in and out by itself, so that small messages never leave its cache."""
+        """Copy messages in and out by rank 0 alone, so that small messages stay in its cache; return the rate."""
         shared, source, target = self._shared[:nbytes], self._private[:nbytes], self._private_target[:nbytes]
         start_s = time.monotonic()
         for _ in range(COPIES if self._rank == 0 else 0):
@@ -97,7 +97,7 @@ class Yardsticks:
         return nbytes * COPIES / took_s / 1e9
 
     def iperf(self, nbytes: int) -> float:
-        """iperf3 over loopback sends without end: the size of a message means nothing to it."""
+        """Return iperf3's rate over loopback. It sends a stream, so the size of messages does not matter."""
         del nbytes
         rate = self._run_iperf() if self._rank == 0 else 0.0
         dist.barrier()
@@ -121,25 +121,25 @@ class Yardsticks:
 
 
 TIMEOUT_S = 60.0
-"""For any one message."""
+"""Time limit of any one message."""
 WARM_UP_ROUNDS = 2
-"""The first ones pay for fresh memory."""
+"""First rounds, which are not measured: they pay for fresh memory."""
 BURST_NBYTES = 512 * MEBIBYTE
 BURST_MESSAGES = 2000
-"""At most as many messages, or bytes, are sent for one value of throughput; four at least."""
+"""Most bytes and messages that are sent for one value of throughput; at least four messages."""
 ROUND_TRIPS, ROUND_TRIP_NBYTES = 300, 128 * MEBIBYTE
 """The same for one value of latency."""
 YARDSTICK_NBYTES = MEBIBYTE
-"""Smaller messages than that are limited by wake-ups, not by copies."""
+"""Smaller messages are limited by wake-ups, not by copies."""
 
 Yardstick = Callable[[int], float]
 
 
 class Pair:
-    """This rank's half of the measurements over one transport."""
+    """This rank's half of the measurements of one transport."""
 
     def __init__(self, transport: str, lanes: int) -> None:
-        """Raises TransportError if the link does not come up."""
+        """Open the link. Raises TransportError if it does not connect."""
         settings = HostSettings(transport=transport, lanes=lanes, timeout_s=TIMEOUT_S)
         world = dist.group.WORLD
         assert world is not None, "torch.distributed has been initialised"
@@ -149,11 +149,12 @@ class Pair:
 
     @property
     def chosen(self) -> str:
-        """The transport that the link has come up with."""
+        """The transport that the link uses."""
         return self._transport.counters().links[1 - self._rank].transport
 
     def burst_gb_per_s(self, nbytes: int) -> float:
-        """Throughput of messages posted one after the other, until the last is acknowledged. Rank 1 gets 0."""
+        """Return the throughput of messages posted one after the other, until the last is acknowledged. Rank 1 gets
+        0."""
         self._iteration += 1
         count = max(4, min(BURST_MESSAGES, BURST_NBYTES // nbytes))
         keys = [self._key(Direction.ACTIVATION, number) for number in range(count)]
@@ -176,7 +177,7 @@ class Pair:
         return nbytes * count / took_s / 1e9
 
     def one_way_us(self, nbytes: int) -> float:
-        """Median of half a round trip: post, wake the peer's waiting thread, and back. Rank 1 gets 0."""
+        """Return the median of half a round trip: post, wake the peer's waiting thread, and back. Rank 1 gets 0."""
         message, halves = torch.ones(nbytes, dtype=torch.uint8), []
         dist.barrier()
         for _ in range(max(4, min(ROUND_TRIPS, ROUND_TRIP_NBYTES // nbytes))):
@@ -204,9 +205,9 @@ class Pair:
 
 
 def measure(request: BenchRequest) -> BenchReport | None:
-    """Called by both ranks of a job, whose environment is as torchrun makes it; rank 0 gets the report.
+    """Measure in both ranks of a job, with torchrun's environment. Rank 0 gets the report.
 
-    Raises TransportError if a link does not come up or breaks.
+    Raises TransportError if a link does not connect, or breaks.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=10 * TIMEOUT_S))
     hosts: list[Any] = [None] * RANKS
@@ -238,7 +239,8 @@ def _cannot_be_measured(transport: str, one_host: bool, lacks_verbs: list[str | 
 
 
 def _yardsticks(request: BenchRequest, one_host: bool, report: BenchReport) -> dict[str, dict[str, Yardstick]]:
-    """By transport and name. None across hosts: what limits the network there is not seen from a pair of ranks."""
+    """Return the limits by transport and name; empty across hosts, where a pair of ranks cannot measure the
+    network's."""
     if not one_host or max(request.sizes) < YARDSTICK_NBYTES:
         return {}
     made = Yardsticks(max(request.sizes), request.lanes)
@@ -278,7 +280,7 @@ def _deadline() -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """In a rank started by `transport_bench.run_on_this_host`."""
+    """Measure in a rank started by `transport_bench.run_on_this_host`."""
     wanted, found = map(Path, arguments)
     report = measure(request_from_json(wanted.read_text()))
     if report is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a job on this machine, watches them and cleans up after them.
+"""Start the processes of a job on this machine, watch them, and clean up after them.
 
 Ranks are plain Python processes, as torchrun's, or come from a `RankServer`, which starts a job in a fraction of the
 time.
@@ -25,7 +25,7 @@ from adaptra_megatron.tools.local_ranks.rank_process import PARENT_VARIABLE, STA
 
 POLL_S = 0.02
 GRACE_S = 1.0
-"""Left to the other ranks to say what they have to, once one has failed."""
+"""Seconds that the other ranks get to write their logs after one has failed."""
 PORT_ATTEMPTS = 3
 TAIL_LINES = 60
 Poll = Callable[[int], "int | None"]
@@ -39,28 +39,28 @@ class RankResult:
 
     rank: int
     returncode: int
-    """0, the status it exited with, or minus the signal that killed it (by us too: after a failure elsewhere)."""
+    """0, the exit status, or minus the signal that killed it (also by us, after a failure elsewhere)."""
     log: Path
-    """All that it wrote."""
+    """Log of all its output."""
 
     @property
     def output(self) -> str:
-        """Return what it wrote, stdout and stderr together."""
+        """The rank's stdout and stderr together."""
         return self.log.read_text(errors="replace")
 
 
 class RankServer(Protocol):
-    """Server that starts ranks faster than plain Python does, and tells how they ended."""
+    """Server that starts ranks faster than plain Python does, and reports how they ended."""
 
     def start(self, argv: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Sequence[Path]) -> list[int]:
-        """Start one process per environment; its output goes to its log. Returns their process ids."""
+        """Start one process per environment, with its output in its log. Return their process ids."""
 
     def poll(self, pid: int) -> int | None:
-        """The exit status of one of them, minus a signal's number; None while it runs."""
+        """Return the exit status of a process, or minus a signal's number; None while it runs."""
 
 
 class LaunchError(RuntimeError):
-    """A job failed or hung; the message shows the end of the logs, with all Python stacks of ranks that hung."""
+    """A job failed or hung. Shows the end of the logs, with all Python stacks of ranks that hung."""
 
     def __init__(self, message: str, results: list[RankResult]) -> None:
         super().__init__(message)
@@ -117,7 +117,7 @@ def run_ranks(
 
 
 class _Job:
-    """Running ranks. Each leads its own session, so that what it starts can be killed with it."""
+    """Running ranks. Each leads a session of its own, so that its children can be killed with it."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Job:
         self._pids = self._start(environments, logs)
 
     def watch(self, timeout_s: float, stop_on_failure: bool, echo: Echo | None) -> list[int]:
-        """Wait until all ranks have ended, ending them where the rules say so. Returns the ranks that hung."""
+        """Wait until all ranks have ended, and end them if the rules say so. Return the ranks that hung."""
         deadline = time.monotonic() + timeout_s
         failed_at: float | None = None
         hung: list[int] = []
@@ -173,7 +173,7 @@ class _Job:
         return hung
 
     def results(self) -> list[RankResult]:
-        """Return how the ranks ended; all have."""
+        """Return how the ranks ended, once all have."""
         codes = [self._poll(pid) for pid in self._pids]
         return [
             RankResult(rank, -signal.SIGKILL if code is None else code, log)
@@ -206,7 +206,7 @@ class _Job:
         time.sleep(GRACE_S / 2)
 
     def kill(self) -> None:
-        """Kill what still runs, and what the ranks started, and wait for it to be gone (10 s at most)."""
+        """Kill running ranks and their children, and wait up to 10 s for their end."""
         for pid in self._pids:
             if not _signal_group(pid, signal.SIGKILL) and self._poll(pid) is None:
                 _signal_process(pid, signal.SIGKILL)  # forked a moment ago, and not yet the leader of its group
@@ -228,8 +228,8 @@ def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> su
 
 
 BRIEF_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:5"}
-"""Environment of processes that serve a store, which looks each client's name up while all others wait: where a name
-server loses requests, 5 s each."""
+"""Environment of processes that serve a store. It looks up each client's name while all others wait: 5 s each, if a
+name server loses requests."""
 
 
 def _environments(world_size: int, more: Mapping[str, str]) -> list[dict[str, str]]:
@@ -243,8 +243,8 @@ def _environments(world_size: int, more: Mapping[str, str]) -> list[dict[str, st
 
 
 def free_port() -> int:
-    """A TCP port without a listener. Below the range from which Linux takes ports for outgoing connections, so
-    that only another launcher could take it meanwhile, and that is unlikely to choose the same."""
+    """Return a TCP port without a listener. It is below the range of Linux's outgoing connections, so only another
+    launcher could take it, which is unlikely to choose the same."""
     chooser = random.SystemRandom()
     while True:
         port = chooser.randrange(15000, 32000)
@@ -264,7 +264,8 @@ def _signal_process(pid: int, number: int) -> None:
 
 
 def _signal_group(pid: int, number: int) -> bool:
-    """Return whether there was such a process group: a rank's survives it as long as what it started does."""
+    """Signal a process group; return whether it existed. A rank's group exists as long as any process that it
+    started."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
@@ -294,7 +295,7 @@ def _failure(
 
 
 def rank_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for a rank on a machine that it shares with the other ranks, and `more`."""
+    """Return this process's environment for a rank on a shared machine, with `more`."""
     environment = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment.setdefault(name, "1")

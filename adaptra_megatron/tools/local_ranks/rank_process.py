@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the process of a rank: it ends with its launcher, shows its stacks on SIGUSR1, runs a script.
+"""Run the process of a rank: end with its launcher, show stacks on SIGUSR1, run a script.
 
 python -m adaptra_megatron.tools.local_ranks.rank_process script.py ARGUMENTS...
 python -m adaptra_megatron.tools.local_ranks.rank_process -m module ARGUMENTS...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of the two processes of the self-test.
+"""Run one of the two processes of the self-test.
 
 python -m adaptra_megatron.tools.local_ranks.self_test_rank RESULTS TRANSPORT...
 
@@ -34,7 +34,8 @@ WAIT_S = 8.0
 
 
 def main(results: Path, transports: list[str]) -> None:
-    """Exchange over each transport in turn. Raises TransportError if a message does not come, or comes changed."""
+    """Exchange messages over each transport in turn. Raises TransportError if a message does not arrive, or is
+    corrupted."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * WAIT_S))
     group = dist.group.WORLD
     assert group is not None
@@ -70,7 +71,7 @@ def _exchange(transport: HostTransport, name: str) -> dict[str, object]:
 
 
 def _round_trip(transport: HostTransport, peer: int, numbers: Iterator[int]) -> float:
-    """Rank 1 asks, rank 0 answers with what it got. Seconds."""
+    """Send a message and its answer; return the seconds, on rank 1. Rank 0 answers with what it received."""
     number = next(numbers)
     question, answer = MessageKey(0, Direction.GRADIENT, 0, number), MessageKey(0, Direction.ACTIVATION, 0, number)
     if dist.get_rank() == 0:
@@ -88,7 +89,7 @@ def _round_trip(transport: HostTransport, peer: int, numbers: Iterator[int]) -> 
 
 
 def _stream(transport: HostTransport, peer: int, numbers: Iterator[int]) -> float:
-    """Rank 0 sends to rank 1, some messages to warm up and MESSAGES when asked to. Seconds, as rank 1 sees them."""
+    """Stream messages from rank 0 to rank 1: some to warm up, then MESSAGES; return the seconds of these, on rank 1."""
     keys = [MessageKey(0, Direction.ACTIVATION, 0, next(numbers)) for _ in range(WARM_UP + MESSAGES)]
     go = MessageKey(0, Direction.GRADIENT, 0, next(numbers))
     content = _content(MESSAGE_NBYTES, 0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the host path's transports: what to measure, how two processes of this host are started for it, what
-came out, as a table and as a picture. The measuring itself is in `transport_bench_rank`, which needs torch.
-"""
+"""Define the benchmark of the host path's transports: request, start of two processes, and report as table and
+picture. `bench_rank` measures, and needs torch."""
 
 from __future__ import annotations
 
@@ -35,30 +34,30 @@ class BenchRequest:
     """Bytes of a message."""
     rounds: int = 5
     lanes: int = field(default_factory=lambda: min(HostSettings.lanes, usable_cores()))
-    """TCP connections, and iperf3's; a link has no more than it has cores."""
+    """TCP connections, also of iperf3; at most the number of cores."""
 
 
 @dataclass(frozen=True)
 class MeasuredTransport:
-    """One transport, one message size; each list has one value per round, measured right after one another."""
+    """Results for one transport and message size. Each list has one value per round, measured one after the other."""
 
     transport: str
     nbytes: int
     gb_per_s: list[float]
-    """10**9 bytes per second of messages posted one after the other, until the last is acknowledged."""
+    """10**9 bytes per second, of messages posted one after the other, until the last is acknowledged."""
     one_way_us: list[float]
-    """Half a round trip: from posting until the thread that waits for the message at the other end runs."""
+    """Half a round trip, from posting until the thread that waits for the message runs."""
     yardsticks: dict[str, list[float]] = field(default_factory=dict)
-    """GB/s of what limits the transport, by name."""
+    """Limits of the transport in GB/s, by name."""
 
 
 @dataclass
 class BenchReport:
-    """Everything that was measured."""
+    """All results."""
 
     measured: list[MeasuredTransport] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """One line for each thing that could not be measured, and why."""
+    """One line per measurement that was left out, and why."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -81,13 +80,13 @@ def run_on_this_host(request: BenchRequest, *, timeout_s: float) -> BenchReport:
 
 
 def request_from_json(text: str) -> BenchRequest:
-    """The counterpart of what `run_on_this_host` writes."""
+    """Decode a request that `run_on_this_host` has written."""
     loaded: dict[str, Any] = json.loads(text)
     return BenchRequest(transports=tuple(loaded.pop("transports")), sizes=tuple(loaded.pop("sizes")), **loaded)
 
 
 def spelled_size(nbytes: int) -> str:
-    """Such as 4 KiB."""
+    """Format a size, such as "4 KiB"."""
     for unit, name in ((GIBIBYTE, "GiB"), (MEBIBYTE, "MiB"), (KIBIBYTE, "KiB")):
         if nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
@@ -95,7 +94,7 @@ def spelled_size(nbytes: int) -> str:
 
 
 def markdown(report: BenchReport, request: BenchRequest) -> str:
-    """The report as a GitHub table."""
+    """Return the report as a GitHub table."""
     lines = [
         f"Medians of {request.rounds} rounds on {os.cpu_count()} cores. Throughput is of messages posted one after the "
         "other, until the last is",
@@ -127,7 +126,7 @@ def _compared(ours: Sequence[float], name: str, limits: Sequence[float]) -> str:
 
 
 def draw(report: BenchReport, path: Path) -> None:
-    """Throughput and latency over the message size. Raises ImportError if matplotlib is missing."""
+    """Draw throughput and latency over the message size. Raises ImportError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of jobs, ours and others', read as steps that can be replayed."""
+"""Readers of recordings, ours and other tools', as steps that can be replayed."""

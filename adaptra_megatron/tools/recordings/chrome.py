@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chrome trace JSON in which forwards and backwards are named: Megatron's and MegaScan's, ours, and Kineto's.
+"""Read Chrome traces in JSON whose forwards and backwards are named: Megatron's, MegaScan's, ours, and Kineto's.
 
-An event's name says what it is: forward, fwd or F; backward, bwd or B; I and W for its halves; `PP:1F2` as
-torch.distributed.pipelining names them; everything else as in `OpType`. Behind it may stand the micro-batch ("F 3",
-"fwd_mb3_iter0") and the chunk ("F 3 chunk 1"). Better, `args` says it: see `naming`. Where actions ran,
-`recorded_places` finds out; which are read, `ranges`; what makes a step, `recorded_steps`. A directory holds one file
-per rank, or sub-directories with those of some steps each. Files are read one at a time, large ones by several
-processes.
+An event's name gives its type: forward, fwd or F; backward, bwd or B; I and W for the parts of a backward; `PP:1F2` as
+in torch.distributed.pipelining; everything else as in `OpType`. The micro-batch ("F 3", "fwd_mb3_iter0") and the chunk
+("F 3 chunk 1") may follow. `args` may give all of it, too: see `naming`. `ranges` selects the actions,
+`recorded_places` finds where they ran, `recorded_steps` forms steps. A directory holds one file per rank, or
+sub-directories for some steps each. Files are read one at a time, large ones by several processes.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ _FOLDER_STEP = re.compile(r"(?:iteration|step)[ _-]*(\d{1,18})", re.IGNORECASE)
 def read_chrome(
     path: Path, wanted: Wanted = ALL_STEPS, asked: Asked | None = None, progress: Progress | None = None
 ) -> Recording:
-    """The steps of a trace, or of the traces of a directory, one per rank.
+    """Read the steps of a trace, or of a directory of traces, one per rank.
 
-    Raises RecordingError for what is no such trace, for one without named forwards and backwards or that does not say
-    where they ran, and OSError if a file cannot be read.
+    Raises RecordingError if it is no such trace, has no named forwards and backwards, or does not say where they ran.
+    Raises OSError if a file cannot be read.
     """
     notes: list[str] = []
     merged = Steps()
@@ -79,7 +78,7 @@ def read_chrome(
 
 
 def _groups(path: Path) -> Iterator[tuple[Path | None, list[Path]]]:
-    """Files that are of the same steps: those of a directory, or of each sub-directory."""
+    """Yield groups of files with the same steps: those of a directory, or of each sub-directory."""
     if not path.is_dir():
         yield None, [path]
         return
@@ -94,20 +93,20 @@ def _groups(path: Path) -> Iterator[tuple[Path | None, list[Path]]]:
 
 
 def traces_in(directory: Path) -> list[Path]:
-    """Files that may be traces, by the numbers in their names."""
+    """Return the files that may be traces, in the order of the numbers in their names."""
     found = (each for each in directory.iterdir() if each.name.endswith(SUFFIXES) and each.is_file())
     return sorted(found, key=_naturally)
 
 
 def _naturally(path: Path) -> list[tuple[int, str]]:
-    """rank2 comes before rank10."""
+    """Return a sort key that puts rank2 before rank10."""
     return [
         (int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in _NUMBERS.split(path.name)
     ]
 
 
 def _read_all(path: Path, paths: Sequence[Path], notes: list[str], progress: Progress | None) -> list[FileRanges]:
-    """Return what the files say; those of a directory that are no traces at all are left out."""
+    """Read all files; those of a directory that are no traces are left out."""
     found: list[FileRanges] = []
     others: list[NoTraceError] = []
     if progress is not None:
@@ -212,5 +211,5 @@ def _steps(path: Path, files: Sequence[FileRanges], places: Places, folder: Path
 
 
 def _behind_us(base_ns: int, first_ns: int | None) -> float:
-    """By how much the times of a file that count from `base_ns` count from later than those of the first one."""
+    """Return the microseconds by which the time origin of a file is later than that of the first one."""
     return 0.0 if first_ns is None else (base_ns - first_ns) / 1e3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what names of events, arguments, processes and threads say of an action: what it is, where and when it ran."""
+"""Parse names of events, arguments, processes and threads: type, place and time of an action."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _GRADIENTS = {
 }
 _HALVES = {"input": OpType.BACKWARD_INPUT, "weight": OpType.BACKWARD_WEIGHT}
 _FILLERS = frozenset(("step", "compute", "pass", "warmup", "warm", "up", "steady", "cooldown", "cool", "down", "model"))
-"""Words that say nothing that is needed. Any other word makes a name none of an action."""
+"""Words that are ignored. Any other word means that the name is not that of an action."""
 _WORDS = {
     **dict.fromkeys(("mb", "microbatch", "micro", "batch", "m"), "micro_batch"),
     **dict.fromkeys(("chunk", "vp"), "chunk"),
     **dict.fromkeys(("iteration", "iter"), "step"),
     **dict.fromkeys(("stage", "pp"), "stage"),
 }
-"""Words before a number, and what the number is."""
+"""Words before a number, by label of the number."""
 _KEYS = {
     "step": ("iteration", "step", "iter"),
     "stage": ("pp_rank", "pp_rk", "pp_stage", "pipeline_rank", "pipeline_parallel_rank", "stage", "stage_id", "pp"),
@@ -40,7 +40,7 @@ _KEYS = {
     "chunk": ("model_chunk", "chunk", "vp_stage", "mc"),
     "micro_batch": ("microbatch", "micro_batch", "mb_id", "mb", "microbatch_id"),
 }
-"""Names of arguments, the first that is there counts."""
+"""Names of arguments by label; the first one present counts."""
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _TOKENS = re.compile(r"[a-z]+|\d{1,18}")
 _PLAIN = re.compile(r"[\w \-#:=,.()\[\]/]{1,80}", re.ASCII)
@@ -61,7 +61,7 @@ _LAST_NUMBER = re.compile(r"(\d{1,9})\D*", re.ASCII)
 _OPTYPES = {optype.value: optype for optype in OpType}
 
 Labels = dict[str, int]
-"""Of step, stage, replica, lane, rank, chunk and micro-batch: what is said."""
+"""Values of the labels step, stage, replica, lane, rank, chunk and micro-batch, as far as given."""
 
 
 class Named(NamedTuple):
@@ -70,14 +70,14 @@ class Named(NamedTuple):
     optype: OpType
     labels: Mapping[str, int]
     virtual_stage: int | None = None
-    """Of torch.distributed.pipelining's actions, whose time on the host contains the wait for their message."""
+    """For torch.distributed.pipelining's actions, whose time on the host includes the wait for their message."""
     then: Named | None = None
-    """The backward that ends the range of this forward: torch's OVERLAP_F_B is one range for both."""
+    """The backward in the same range as this forward, as in torch's OVERLAP_F_B."""
 
 
 @lru_cache(maxsize=1 << 14)
 def named(name: str) -> Named | None:
-    """The action, message or collective that an event of this name is; None for one that is none."""
+    """Return the action, message or collective that `name` denotes; None for other events."""
     text = name.strip()
     if text.lower() in _OPTYPES:
         return Named(_OPTYPES[text.lower()], {})
@@ -118,25 +118,25 @@ def _read(optype: OpType, tokens: list[str]) -> Named | None:
 
 @lru_cache(maxsize=1 << 14)
 def step_of(name: str) -> int | None:
-    """The number of the step that a range of this name is; None for other ranges."""
+    """Return the number of the step that a range called `name` encloses; None for other ranges."""
     found = _STEP.fullmatch(name.strip())
     return None if found is None else int(found[1])
 
 
 @lru_cache(maxsize=1 << 14)
 def receives(name: str) -> bool:
-    """Return whether a range of this name waits for a message."""
+    """Return whether a range called `name` waits for a message."""
     return _RECEIVE.fullmatch(name) is not None
 
 
 @lru_cache(maxsize=1 << 10)
 def _in_lower_case(key: str) -> str:
-    """Such as "micro_batch" for "microBatch", and "pp_rank" for "PP_Rank"."""
+    """Convert a name to lower case, such as "microBatch" to "micro_batch", "PP_Rank" to "pp_rank"."""
     return _HUMP.sub("_", key).lower()
 
 
 def labels_of_args(args: Any) -> Labels:
-    """Return what an event's arguments say."""
+    """Return the labels in an event's arguments."""
     if not isinstance(args, dict):
         return {}
     found: Labels = {}
@@ -150,7 +150,7 @@ def labels_of_args(args: Any) -> Labels:
 
 
 def labels_of_text(text: Any) -> Labels:
-    """Return what the name of a process or thread says, such as "PP rank 1, TP rank 0", "DP0-PP1-TP0", "stage 3",
+    """Return the labels in the name of a process or thread, such as "PP rank 1, TP rank 0", "DP0-PP1-TP0", "stage 3",
     "rank 7"."""
     if not isinstance(text, str) or len(text) > 200:
         return {}
@@ -165,7 +165,7 @@ def labels_of_text(text: Any) -> Labels:
 
 
 def whole(value: Any) -> int | None:
-    """A number from 0 on, also as text that ends in one, such as "stage1"; None for anything else."""
+    """Return a non-negative integer, also from text that ends in one, such as "stage1"; None for anything else."""
     if isinstance(value, str):
         match = _LAST_NUMBER.fullmatch(re.sub(r"^\D*", "", value[:80])) if not value.startswith("-") else None
         return None if match is None else int(match[1])
@@ -175,7 +175,7 @@ def whole(value: Any) -> int | None:
 
 
 def seconds_of(value: Any) -> float | None:
-    """A time, also as text; None for what is no finite number."""
+    """Return a time, also from text; None if it is no finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actions that one Chrome trace names: ranges of forwards and backwards, with what is said of each.
+"""Read the actions of one Chrome trace: ranges of forwards and backwards, with their labels.
 
-Read are complete events ("X"), pairs of "B" and "E", and asynchronous pairs of "b" and "e". Of ranges inside each other
-on one thread the outermost is the action: layers and recomputation are parts of it. Where a range has a copy on the GPU
-(Kineto's `gpu_user_annotation`), the copy counts, for the range on the host is the time of its launches; of copies on
-several streams, those of the stream that holds most. The part of a range that waits for a message (`nccl:recv`,
-`gloo:recv` inside it) is taken away.
+Complete events ("X"), pairs of "B" and "E", and asynchronous pairs of "b" and "e" are read. Of nested ranges on a
+thread, the outermost is the action: layers and recomputation are parts of it. If a range has copies on the GPU
+(Kineto's `gpu_user_annotation`), these count, because on the host it only spans the launches; of copies on several
+streams, those of the stream with the most time. Waits for messages (`nccl:recv`, `gloo:recv`) are removed from a
+range.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from adaptra_megatron.tools.replay.operations import OpType
 _ON_GPU = "gpu_user_annotation"
 _MOST_NAMES = 6
 _HALF_US = 0.5
-"""Rounding of times: ranges that lie in each other but for that do."""
+"""Rounding of times: ranges count as nested if they are so within this tolerance."""
 
 Thread = tuple[str, str]
 PLACE = ("stage", "replica", "lane", "rank")
-"""Labels that say where a range ran."""
+"""Labels of the place where a range ran."""
 
 
 class Range(NamedTuple):
-    """One range; times in microseconds of the file."""
+    """One range. Times are in microseconds of its file."""
 
     optype: OpType
     start_us: float
@@ -54,38 +54,38 @@ class Range(NamedTuple):
     virtual_stage: int | None = None
     on_gpu: bool = False
     call: str = ""
-    """What a range on the host and its copies on the GPU share."""
+    """Identifier that a range on the host shares with its copies on the GPU."""
     then: Named | None = None
-    """What ends this range of two actions; see `naming.Named`."""
+    """The second action of this range; see `naming.Named`."""
 
 
 @dataclass
 class FileRanges:
-    """Ranges of one file. Made in a process of its own, so it holds no event."""
+    """Ranges of one file. A process returns it to another one, so it holds no events."""
 
     path: Path
     ranges: list[Range] = field(default_factory=list)
     base_ns: int = 0
-    """What its times count from."""
+    """Origin of its times, in nanoseconds."""
     rank: int | None = None
     world_size: int | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks of the groups, by kind: "stage", "replica", "lane"."""
+    """Ranks of each group by kind: "stage", "replica", "lane"."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Events that cannot be read, by what is wrong; the first one is named."""
+    """Events that cannot be read: count by reason, with the first event named."""
     insides: int = 0
-    """Ranges inside others."""
+    """Number of ranges inside others."""
     waits: int = 0
-    """Ranges that had a wait taken away."""
+    """Number of ranges from which a wait was removed."""
     divided: int = 0
-    """Ranges of a forward and a backward together."""
+    """Number of ranges with a forward and a backward."""
     hidden: str = ""
-    """An action that is known from a range inside another one alone, in words."""
+    """An action that is only known from a range inside another one, as text; empty if none."""
     on_host_alone: bool = False
-    """True if kernels ran on a GPU and the actions are known on the host alone."""
+    """Whether kernels ran on a GPU, but actions are known on the host only."""
     unfinished: bool = False
     names: tuple[str, ...] = ()
-    """Some names of ranges that are no actions."""
+    """Some names of other ranges."""
 
 
 class _Open(NamedTuple):
@@ -94,7 +94,7 @@ class _Open(NamedTuple):
 
 
 class _Reader:
-    """Goes through the events of one file."""
+    """Reader of the events of one file."""
 
     def __init__(self, path: Path) -> None:
         self.found = FileRanges(path)
@@ -157,7 +157,8 @@ class _Reader:
         self.found.left_out[self._examples[what]] += count
 
     def _pair(self) -> None:
-        """Pair each end with the latest earlier begin of the same thread and, if the end has one, name."""
+        """Pair each end with the latest earlier begin of the same thread and name, or of any name if the end has
+        none."""
         self._pairs.sort(key=lambda pair: pair[0])
         for time_us, event in self._pairs:
             name = event.name if isinstance(event.name, str) else ""
@@ -223,7 +224,7 @@ class _Reader:
                 self.found.groups[kind] = tuple(each for each in ranks if isinstance(each, int))
 
     def placed(self, each: Range) -> Range:
-        """`each` with what is said of its thread, process and step."""
+        """Return `each` with the labels of its process and thread."""
         process = each.thread[0]
         labels = {
             **labels_of_text(process),
@@ -235,7 +236,8 @@ class _Reader:
 
 
 def _kind_of_group(group: Mapping[str, Any]) -> str:
-    """Return what a group of Kineto's pg_config is: Megatron's names and those of torch's meshes."""
+    """Return the kind of a group in Kineto's pg_config, by Megatron's names and those of torch's meshes; "" if
+    unknown."""
     name = " ".join(str(group.get(key, "")) for key in ("pg_desc", "pg_name")).lower()
     for kind, words in {
         "stage": ("pipeline_model_parallel_group", "pipeline_parallel", "mesh_pp"),
@@ -248,7 +250,7 @@ def _kind_of_group(group: Mapping[str, Any]) -> str:
 
 
 def read_ranges(path: Path) -> FileRanges:
-    """Return what the file says. Raises RecordingError for what is no Chrome trace, OSError if it cannot be read."""
+    """Read the ranges of a file. Raises RecordingError if it is no Chrome trace, OSError if it cannot be read."""
     reader = _Reader(path)
     reader.read()
     actions = [reader.placed(each) for each in reader.actions]
@@ -269,7 +271,7 @@ def read_ranges(path: Path) -> FileRanges:
 
 
 def _hidden(chosen: Iterable[Range], outermost: Iterable[Range]) -> str:
-    """An action that `chosen` names and `outermost` does not, in words; empty if there is none."""
+    """Describe an action that `chosen` contains and `outermost` does not; empty if there is none."""
 
     def what(each: Range) -> tuple[str, int | None, int | None, int | None]:
         return str(each.optype), each.virtual_stage, each.labels.get("chunk"), each.labels.get("micro_batch")
@@ -280,8 +282,8 @@ def _hidden(chosen: Iterable[Range], outermost: Iterable[Range]) -> str:
 
 
 def _divided(found: FileRanges, ranges: Sequence[Range]) -> list[Range]:
-    """With a range for each of two actions that share one, as long as others of their virtual stage tell. Where none
-    does, such a range is left out."""
+    """Divide each range with two actions, in proportion to their times alone on the same virtual stages. If these are
+    unknown, the range is left out."""
     alone_us: dict[tuple[int | None, OpType], float] = {}
     for each in ranges:
         if each.then is None:
@@ -319,7 +321,7 @@ def _divided(found: FileRanges, ranges: Sequence[Range]) -> list[Range]:
 
 
 def _on_main_streams(actions: Sequence[Range]) -> list[Range]:
-    """Of each process and kind of action, the copies on the stream that holds most of it."""
+    """Return the copies on the main stream: for each process and type of action, the stream with the most time."""
     held: Counter[tuple[str, OpType, str]] = Counter()
     for each in actions:
         held[each.thread[0], each.optype, each.thread[1]] += round(each.end_us - each.start_us) + 1
@@ -337,8 +339,8 @@ def _by_thread(actions: Iterable[Range]) -> dict[Thread, list[Range]]:
 
 
 def _outermost(actions: Iterable[Range]) -> Iterable[Range]:
-    """Return those of one thread, by start, that lie in no other. After a merge, one thread may have the ranges of
-    several cells: those do not lie in each other."""
+    """Yield the ranges of one thread that are inside no other, by start. After a merge, a thread may have ranges of
+    several cells, which are never inside each other."""
     until_us: dict[tuple[int | None, ...], float] = {}
     for each in actions:
         if not each.optype.computes:
@@ -356,7 +358,7 @@ def _may_be_one(place: Sequence[int | None], other: Sequence[int | None]) -> boo
 
 
 def _without_waits(action: Range, waits: Sequence[tuple[float, float]]) -> Range:
-    """`action` from the end of the last wait in it on. `waits`: of its thread, by start."""
+    """Return `action` from the end of its last wait on. `waits`: of its thread, by start."""
     if not action.optype.computes or action.then is not None:
         return action
     start_us = action.start_us
@@ -370,8 +372,8 @@ def _without_waits(action: Range, waits: Sequence[tuple[float, float]]) -> Range
 def _with_steps(
     actions: Iterable[Range], hosts: Iterable[Range], steps: Mapping[str, list[tuple[float, float, int]]]
 ) -> list[Range]:
-    """The actions with the step whose range they lie in: one of their own process; of a copy on the GPU, where its
-    range on the host lies."""
+    """Return the actions with the number of the step that encloses them. Steps are ranges of the same process; a copy
+    on the GPU takes the step of its range on the host."""
     for rows in steps.values():
         rows.sort()
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find out what a recording is and read it; Chrome traces are read in a module of their own.
+"""Find the format of a recording and read it; Chrome traces have a module of their own.
 
-Our own: the directory that a run was given by --adaptra-trace-dir.
+Our own: the directory of a run's --adaptra-trace-dir.
 
 Parquet: op-level traces as published with "Understanding Stragglers in Large Model Training" (OSDI '25). A row is an
 operation: `dp_rank`, `stage`, `step`, `optype` (a name of `OpType`), `start_ts` and `duration` in seconds, `seq_id`
-(order within type and step), `mc` (model chunk) and `mb_id` (micro-batch, of computation alone). Needs pyarrow
-(`pip install 'adaptra-megatron[traces]'`), imported when a trace is read.
+(order within type and step), `mc` (model chunk) and `mb_id` (micro-batch, for computation only). Needs pyarrow (`pip
+install 'adaptra-megatron[traces]'`), imported when a trace is read.
 
-Primus' pp_data: what `dump_pp_data` leaves, a `pp_rank_N.json` for each stage, in milliseconds from its own start. A
-file has an entry for each iteration: `fwd_start`, `fwd_end`, `bwd_start`, `bwd_end` and, of split backwards,
-`wgrad_start`, `wgrad_end`, one number for each action in the order in which they ran; `fwd_chunk` and `fwd_minibatch`
-say more where they are filled. The rank of stage 0 is the first of a pipeline; of several replicas one was dumped.
+Primus' pp_data: the output of `dump_pp_data`, a `pp_rank_N.json` per stage, in milliseconds from the stage's own
+start. A file has an entry per iteration: `fwd_start`, `fwd_end`, `bwd_start`, `bwd_end` and, for split backwards,
+`wgrad_start`, `wgrad_end`, one number per action in the order in which they ran; `fwd_chunk` and `fwd_minibatch` are
+optional. Of several replicas, one was dumped.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _OPTYPES = {str(kind): optype for optype, kind in KINDS.items()}
 
 
 def read_run_directory(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording:
-    """The training iterations that all cells have finished, by Megatron's numbers where the log tells them:
-    computation, and messages as far as they were waited for. An iteration that was run again counts as it was last.
+    """Read the training iterations that all cells have finished, by Megatron's numbers if the log has them.
 
-    Of ranks that share a cell, the first stands for all. Raises TraceError and EventLogError as `run_record.read_run`,
-    RecordingError if there is no such iteration, or stages left no trace.
+    Computation is recorded; messages only as far as a rank waited for them. Of an iteration that was run again, the
+    last run counts. The first rank of a cell stands for all. Raises TraceError and EventLogError as
+    `run_record.read_run`, RecordingError if there is no such iteration, or a stage left no trace.
     """
     log = read_events(directory)
     damage: list[str] = []
@@ -99,7 +99,7 @@ def read_run_directory(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording
 
 
 def _beginnings(log: Sequence[StampedEvent]) -> list[Beginning]:
-    """Return where a link was found to have changed, or a plan was switched."""
+    """Return the iterations in which a link was found to have changed, or plans were switched."""
     whys: dict[int, list[str]] = defaultdict(list)
     for stamped in log:
         event, at = stamped.event, began_at(stamped)
@@ -115,8 +115,8 @@ def _beginnings(log: Sequence[StampedEvent]) -> list[Beginning]:
 
 
 def _cells(directory: Path, log: Sequence[StampedEvent], damage: list[str]) -> dict[Cell, RankTrace]:
-    """The first rank of each cell. Where the log does not name replicas, ranks of a stage are one each. Raises
-    RecordingError where a stage of a replica left no trace."""
+    """Return the trace of the first rank of each cell. If the log names no replicas, each rank of a stage is one.
+    Raises RecordingError if a stage of a replica left no trace."""
     pipelines = find_pipelines(directory, log)
     paths = sorted({path for lane in pipelines.lanes for path in lane} | set(directory.glob("rank-*.jsonl")))
     traces = []
@@ -152,13 +152,13 @@ _FILE = re.compile(r"pp_rank_(\d{1,6})\.json(?:\.gz)?")
 
 
 def stages_in(directory: Path) -> dict[int, Path]:
-    """Its files, by stage; none for other directories."""
+    """Return the files pp_rank_N.json of a directory, by stage."""
     found = {int(match[1]): each for each in directory.iterdir() if (match := _FILE.fullmatch(each.name)) is not None}
     return dict(sorted(found.items()))
 
 
 def read_primus(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording:
-    """Read the iterations of all stages. Raises RecordingError for files of other kinds and for missing stages."""
+    """Read the iterations of all stages. Raises RecordingError for other files, or if a stage is missing."""
     paths = stages_in(directory)
     config = _document(directory / "config.json") if (directory / "config.json").is_file() else {}
     stages = whole(config.get("pp_size")) or 1 + max(paths)
@@ -230,7 +230,7 @@ _TIMES = ("start_ts", "duration")
 
 
 def read_parquet(path: Path, wanted: Wanted = ALL_STEPS) -> Recording:
-    """The steps of a trace. Raises RecordingError for what is no such trace, and where pyarrow is missing."""
+    """Read the steps of a Parquet trace. Raises RecordingError if it is none, or pyarrow is missing."""
     steps: dict[int, list[Operation]] = defaultdict(list)
     unread: dict[int, str] = {}
     others: Counter[str] = Counter()
@@ -291,7 +291,7 @@ def _steps(steps: dict[int, list[Operation]], unread: dict[int, str]) -> tuple[l
 
 
 def _in_order(step: int, operations: list[Operation]) -> Iterator[Operation]:
-    """The operations. Raises ReplayError for one that is there twice, and for a step without backwards or forwards."""
+    """Yield the operations. Raises ReplayError if one occurs twice, or forwards or backwards are missing."""
     seen: set[tuple[Cell, OpType, int]] = set()
     optypes = {each.optype for each in operations}
     if OpType.FORWARD not in optypes or not optypes & {OpType.BACKWARD, OpType.BACKWARD_INPUT}:
@@ -322,7 +322,7 @@ def _from_stage_0(path: Path, steps: list[RecordedStep]) -> list[RecordedStep]:
 
 
 def _columns(path: Path) -> list[list[Any]]:
-    """Values of all columns; None for what is no number where one has to be."""
+    """Return the values of all columns; None for a value that should be a number and is not."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -355,10 +355,11 @@ def _is_number(value: Any) -> bool:
 def read_recording(
     path: Path, wanted: Wanted = ALL_STEPS, *, asked: Asked | None = None, progress: Progress | None = None
 ) -> Recording:
-    """The recording at `path`: a Parquet file, a run's directory, a Chrome trace, or a directory of one per rank.
+    """Read the recording at `path`: a Parquet file, a run's directory, a Chrome trace, or a directory with one per
+    rank.
 
-    `asked`: what the user says of a job where a Chrome trace does not. Raises RecordingError, TraceError or
-    EventLogError for what cannot be read, OSError for a file that cannot be opened.
+    `asked`: the user's values for what a Chrome trace lacks. Raises RecordingError, TraceError or EventLogError for
+    invalid input, OSError for a file that cannot be opened.
     """
     read: Callable[[], Recording]
     if path.is_dir() and any(path.glob(FILE_PATTERN)):

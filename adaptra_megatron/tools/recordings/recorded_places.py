@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find which stage and replica each range of a recording ran on.
+"""Find the stage and replica of each range of a recording.
 
-What is said counts: by arguments, names of threads and processes, Kineto's distributedInfo, virtual stages of
-torch.distributed.pipelining. What is not said is asked for, or taken from ranks and process numbers, and then a note
-says so; nothing is taken for 0. Of ranks that share a cell (tensor parallelism) the first stands for all.
+Labels count: in arguments, in names of threads and processes, in Kineto's distributedInfo, and the virtual stages of
+torch.distributed.pipelining. Missing ones come from the user, or from ranks and process numbers, with a note; none is
+assumed to be 0. Of ranks that share a cell (tensor parallelism), the first stands for all.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ SAY_STAGE = "name it in args (pp_rank), or name processes or threads such as 'st
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Statements of the user about a job."""
+    """The user's values for what a recording lacks."""
 
     stages: int | None = None
     replicas: int | None = None
 
 
 class Source(NamedTuple):
-    """Source that is one rank as far as is known: a file's process."""
+    """A process in a file, taken for one rank."""
 
     file: int
     process: str
 
 
 class Placed(NamedTuple):
-    """A range and its place."""
+    """A range and its cell."""
 
     cell: Cell
     range: Range
@@ -53,7 +53,7 @@ class Placed(NamedTuple):
 
 @dataclass
 class Places:
-    """Places at which the ranges of a recording ran."""
+    """Cells of the ranges of a recording."""
 
     placed: list[Placed]
     placement: Placement | None = None
@@ -61,7 +61,7 @@ class Places:
 
 
 class _Label(NamedTuple):
-    """What is known of a source; None for what is not."""
+    """Labels of a source; None if unknown."""
 
     stage: int | None
     replica: int | None
@@ -70,7 +70,7 @@ class _Label(NamedTuple):
 
 
 def places_of(path: Path, files: Sequence[FileRanges], asked: Asked) -> Places:
-    """The places of all ranges. Raises RecordingError where they are not said, and cannot be known."""
+    """Return the cells of all ranges. Raises RecordingError if they are unknown."""
     _check_world(path, files)
     _check_mixed(path, files)
     labels = _labels(path, files)
@@ -91,7 +91,7 @@ def places_of(path: Path, files: Sequence[FileRanges], asked: Asked) -> Places:
 
 
 _Key = tuple[Source, tuple[int | None, ...]]
-"""A source, and what its range says: one process may hold the threads of several stages."""
+"""A source, and the place labels of a range: one process may hold the threads of several stages."""
 _Labels = dict[_Key, _Label]
 
 
@@ -130,7 +130,7 @@ def _labels(path: Path, files: Sequence[FileRanges]) -> _Labels:
 
 
 def ranks_of_files(files: Sequence[FileRanges]) -> list[int | None]:
-    """The rank of each file: what it says, else the number in its name, where all differ."""
+    """Return the rank of each file, from its content, or else from distinct numbers in the names; None if unknown."""
     if all(file.rank is not None for file in files):
         return [file.rank for file in files]
     if len(files) == 1:
@@ -149,7 +149,7 @@ def ranks_of_files(files: Sequence[FileRanges]) -> list[int | None]:
 
 
 def _check_world(path: Path, files: Sequence[FileRanges]) -> None:
-    """A world whose size is known has to be there as a whole."""
+    """Check that no rank is missing, if the number of ranks is known."""
     world = max((file.world_size or 0 for file in files), default=0)
     there = {file.rank for file in files if file.rank is not None}
     if not world or not there or len(there) < len(files):
@@ -176,7 +176,7 @@ def _check_mixed(path: Path, files: Sequence[FileRanges]) -> None:
 
 
 def _staged(path: Path, files: Sequence[FileRanges], labels: _Labels, asked: Asked, notes: list[str]) -> _Labels:
-    """The labels with stages, from virtual stages, ranks, or process numbers."""
+    """Return the labels with stages, from virtual stages, ranks, or process numbers."""
     if any(label.stage is not None for label in labels.values()):
         odd = next(key for key, label in labels.items() if label.stage is None)
         raise RecordingError(
@@ -207,7 +207,8 @@ def _staged(path: Path, files: Sequence[FileRanges], labels: _Labels, asked: Ask
 
 
 def _staged_by_rank(path: Path, labels: _Labels, asked: Asked, notes: list[str]) -> _Labels:
-    """As Megatron numbers ranks: pipeline stages are outermost, lanes of tensor parallelism innermost."""
+    """Return the labels with stages as Megatron numbers ranks: pipeline stages outermost, tensor parallelism
+    innermost."""
     ranks = {label.rank for label in labels.values() if label.rank is not None}
     count = 1 + max(ranks)
     if missing := sorted(set(range(min(count, 1 << 20))) - ranks):
@@ -283,7 +284,7 @@ def _with_replicas(path: Path, labels: _Labels, asked: Asked, notes: list[str]) 
 
 
 def _first_lanes(labels: _Labels, notes: list[str]) -> set[_Key]:
-    """Of each cell, the sources of its first lane."""
+    """Return the keys of the first lane of each cell."""
     lanes: dict[tuple[int | None, int | None], set[int]] = defaultdict(set)
     for label in labels.values():
         lanes[label.stage, label.replica].add(label.lane or 0)
@@ -303,7 +304,7 @@ def _check_whole(path: Path, cells: Iterable[Cell]) -> None:
 
 
 def _placement(placed: Sequence[Placed]) -> Placement | None:
-    """The one that virtual stages say; None where they are not named."""
+    """Return the placement of the virtual stages; None if they are not named."""
     stage_of: Mapping[int, int] = {
         each.range.virtual_stage: each.cell.stage for each in placed if each.range.virtual_stage is not None
     }

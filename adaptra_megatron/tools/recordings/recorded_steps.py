@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placed actions as steps that can be replayed; steps that are incomplete, or recorded twice, are left out by name."""
+"""Form steps from placed actions. Incomplete steps, and steps recorded twice, are left out by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from adaptra_megatron.tools.recordings.recording import RecordingError, Wanted, 
 from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, ReplayError, with_sequence_numbers
 
 _LONG_S = 5.0
-"""An action that takes longer makes one ask whether times are in the unit that is expected."""
+"""If actions take longer, the unit of the recorded times is in doubt."""
 _NOTHING_S = 1e-6
 """Rounding of times."""
 _SIDE_BY_SIDE = 0.05
-"""Share of a stage's computation from which on actions that ran at the same time are no rounding."""
+"""Share of a stage's computation that may overlap: more is no rounding."""
 ONE_AT_A_TIME = (
     "as DualPipe's do, which cannot be replayed, for no range says what each takes alone. Record a schedule that runs "
     "one action at a time: 1F1B, interleaved, zero-bubble"
@@ -30,7 +30,7 @@ _NAMES = {OpType.FORWARD: "forward", OpType.BACKWARD_WEIGHT: "weight gradient"}
 
 
 class RecordedAction(NamedTuple):
-    """One operation as it was read; None for what was not said."""
+    """One operation as read; None for what is unknown."""
 
     cell: Cell
     optype: OpType
@@ -47,7 +47,7 @@ class RecordedAction(NamedTuple):
 
 @dataclass
 class Steps:
-    """Steps made of the actions of a recording."""
+    """Steps formed from the actions of a recording."""
 
     steps: list[RecordedStep] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -55,12 +55,12 @@ class Steps:
 
 
 class _IncompleteError(Exception):
-    """Why a step cannot be replayed."""
+    """A step cannot be replayed, for the reason given."""
 
 
 def steps_of(name: str, actions: Sequence[RecordedAction], wanted: Wanted, placement: Placement | None = None) -> Steps:
-    """The steps that `actions` make. Raises RecordingError where none of those `wanted` is there, or where steps are
-    not named and cannot be distinguished."""
+    """Form the steps of `actions`. Raises RecordingError if none of the `wanted` ones is there, or if steps are not
+    named and cannot be distinguished."""
     found = Steps()
     by_step = _by_step(name, actions, found.notes)
     trained = {
@@ -94,7 +94,7 @@ def steps_of(name: str, actions: Sequence[RecordedAction], wanted: Wanted, place
 
 
 def _megatrons_or(placement: Placement | None) -> Placement | None:
-    """None for Megatron's placement."""
+    """Return `placement`; None if it is Megatron's."""
     if placement is None or placement.stage_of == tuple(
         virtual % placement.stages for virtual in range(len(placement.stage_of))
     ):
@@ -118,7 +118,7 @@ def _by_step(name: str, actions: Sequence[RecordedAction], notes: list[str]) -> 
 
 
 def _split(name: str, actions: Sequence[RecordedAction], notes: list[str]) -> dict[int, list[RecordedAction]]:
-    """Steps of actions that do not name theirs: one is over where every cell has done as many backwards as forwards."""
+    """Divide actions without step numbers: a step ends where every cell has run as many backwards as forwards."""
     computed: dict[Cell, list[RecordedAction]] = defaultdict(list)
     for each in sorted(actions, key=lambda each: each.start_s):
         if each.optype is OpType.FORWARD or each.optype in _BACKWARD:
@@ -151,7 +151,8 @@ def _split(name: str, actions: Sequence[RecordedAction], notes: list[str]) -> di
 
 
 def _balanced_after(rows: Sequence[RecordedAction]) -> list[int]:
-    """Numbers of backwards after which a cell, whose actions are given by start, has no micro-batch under way."""
+    """Return the numbers of backwards after which a cell has no micro-batch in flight. `rows`: its actions, by
+    start."""
     forwards = backwards = 0
     found = []
     for each in rows:
@@ -163,7 +164,8 @@ def _balanced_after(rows: Sequence[RecordedAction]) -> list[int]:
 
 
 def _operations(number: int, actions: Sequence[RecordedAction], dropped: Counter[str]) -> tuple[Operation, ...]:
-    """Chunks counted from 0 on their stage, micro-batches from 0 in their replica, by order where not named."""
+    """Return the operations of a step, with chunks and micro-batches counted from 0; if they are not named, in their
+    order."""
     by_cell: dict[Cell, list[RecordedAction]] = defaultdict(list)
     for each in sorted(actions, key=lambda each: (each.start_s, each.end_s)):
         by_cell[each.cell].append(each)
@@ -194,7 +196,8 @@ def _operations(number: int, actions: Sequence[RecordedAction], dropped: Counter
 
 
 def _of_training(rows: Sequence[RecordedAction], dropped: Counter[str]) -> list[RecordedAction]:
-    """Without forwards behind the last backward: those of an evaluation. `rows`: of one cell, by start."""
+    """Return the actions without forwards after the last backward: they are an evaluation's. `rows`: of one cell, by
+    start."""
     last_s = max((each.start_s for each in rows if each.optype in _BACKWARD), default=None)
     if last_s is None:
         return list(rows)
@@ -205,7 +208,8 @@ def _of_training(rows: Sequence[RecordedAction], dropped: Counter[str]) -> list[
 
 
 def _named_once(where: str, rows: Sequence[RecordedAction]) -> list[RecordedAction]:
-    """With micro-batches, chunks counted from 0. Raises _IncompleteError for an action that is there twice."""
+    """Return the actions with micro-batches, and with chunks counted from 0. Raises _IncompleteError for one that
+    occurs twice."""
     chunks = sorted({each.chunk for each in rows if each.optype.computes})
     computed = [each for each in rows if each.optype.computes]
     unnamed = sum(each.micro_batch is None for each in computed)
@@ -238,10 +242,10 @@ class _Together(NamedTuple):
     """Actions of one cell that ran at the same time."""
 
     share: float
-    """Of all its computation."""
+    """Share of the cell's computation."""
     later: RecordedAction
     earlier: RecordedAction
-    """That had not ended when `later` began; the first such pair."""
+    """The action that had not ended when `later` began; the first such pair."""
 
     def __str__(self) -> str:
         later, earlier = (
@@ -252,7 +256,7 @@ class _Together(NamedTuple):
 
 
 def _together(rows: Iterable[RecordedAction], *, of_steps: bool = False) -> _Together | None:
-    """Return what ran side by side of one cell, given by start; None where that is rounding. `of_steps`: of several
+    """Return the overlap of one cell's actions, given by start; None if it is rounding. `of_steps`: only between
     steps."""
     computed = [each for each in rows if each.optype.computes]
     both_s, pair = 0.0, None
@@ -269,7 +273,7 @@ def _together(rows: Iterable[RecordedAction], *, of_steps: bool = False) -> _Tog
 
 
 def _check_one_at_a_time(where: str, rows: Sequence[RecordedAction]) -> None:
-    """Raise _IncompleteError where actions of one cell, given by start, ran side by side."""
+    """Check that actions of one cell, given by start, did not overlap. Raises _IncompleteError."""
     found = _together(rows)
     if found is None:
         return
@@ -284,7 +288,7 @@ def _check_one_at_a_time(where: str, rows: Sequence[RecordedAction]) -> None:
 
 
 def check_one_job(name: str, actions: Sequence[RecordedAction]) -> None:
-    """Raise RecordingError where a cell did several steps at the same time."""
+    """Check that no cell ran several steps at the same time. Raises RecordingError."""
     by_cell: dict[Cell, list[RecordedAction]] = defaultdict(list)
     for each in sorted(actions, key=lambda each: each.start_s):
         by_cell[each.cell].append(each)
@@ -297,7 +301,8 @@ def check_one_job(name: str, actions: Sequence[RecordedAction]) -> None:
 
 
 def _split_backwards(rows: Sequence[RecordedAction]) -> list[RecordedAction]:
-    """Take backwards for input halves where there are weight gradients, too: zero-bubble recordings say F, B and W."""
+    """Turn backwards into input gradients if there are weight gradients, too: zero-bubble recordings name F, B and
+    W."""
     weights = {(each.chunk, each.micro_batch) for each in rows if each.optype is OpType.BACKWARD_WEIGHT}
     return [
         each._replace(optype=OpType.BACKWARD_INPUT)
@@ -321,7 +326,7 @@ def _check_chunks(number: int, known: Mapping[Cell, Sequence[RecordedAction]]) -
 
 
 def _check_alike(number: int, cells: Mapping[Cell, Sequence[RecordedAction]], several: bool) -> dict[int, int]:
-    """The micro-batches of a replica, counted from 0. Raises _IncompleteError where an action is missing."""
+    """Return the micro-batches of a replica, counted from 0. Raises _IncompleteError if an action is missing."""
     ran = {
         cell: {
             name: {(each.chunk, each.micro_batch or 0) for each in rows if each.optype.computes and _name(each) == name}
@@ -344,9 +349,10 @@ def _check_alike(number: int, cells: Mapping[Cell, Sequence[RecordedAction]], se
 
 
 def without_waits(steps: Iterable[RecordedStep], notes: list[str]) -> list[RecordedStep]:
-    """The steps of actions that were timed on hosts from before their message came: from when it can have come on.
+    """Remove waits from actions that were timed on hosts from before their message came: they start when it can have
+    come.
 
-    Actions whose message had come before tell what such an action takes; the others end as recorded.
+    Durations of actions whose message had come before are an upper limit. Ends stay as recorded.
     """
     found, count = [], 0
     for step in steps:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recording as `adaptra analyze` takes it, whatever it was read from, with the clocks of its hosts put right.
+"""Define recordings as `adaptra analyze` reads them, in any format, and correct the clocks of their hosts.
 
-A message that was used before it was sent proves that two clocks differ. Of two neighbouring stages the quickest
-message there and the quickest one back are taken to be under way for equally long: half of the difference is that of
-the clocks. Without such a message nothing is shifted: a link may really be slow one way.
+A message that was used before it was sent proves that two clocks differ. Then the quickest messages in both directions
+between two neighbouring stages are assumed to take equally long, and half the difference is that of the clocks.
+Without such a message nothing is shifted: a link may really be slow in one direction.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError, 
 from adaptra_megatron.tools.replay.replayed_messages import pairs_of, with_messages
 
 _NOISE = 0.03
-"""Share of an action's time that a message may come too early: an action is often noted as over after it has sent."""
+"""Share of an action's time that a message may come too early: an action often ends after it has sent."""
 _TOO_EARLY = 0.15
-"""The same, of two messages there and back together, from which on no clock explains it."""
+"""The same for two messages in both directions together, beyond which no difference of clocks explains it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneClock:
-    """Steps as one clock would have recorded them."""
+    """Steps with all times on one clock."""
 
     steps: tuple[RecordedStep, ...]
     left_out: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class OneClock:
 
 
 def on_one_clock(steps: Iterable[RecordedStep]) -> OneClock:
-    """The steps with their cells' clocks put right; steps whose order no clock explains are left out."""
+    """Return the steps with their cells' clocks corrected; steps whose order no clock explains are left out."""
     found, left_out = [], []
     gaps_s: dict[int, list[float]] = defaultdict(list)
     apart = 0
@@ -68,7 +68,8 @@ def _number(milliseconds: float) -> str:
 
 
 def _shifts(step: RecordedStep, gaps_s: dict[int, list[float]]) -> dict[Cell, float]:
-    """By how much the clock of each cell is ahead of its first stage's. Raises ReplayError where that is no clock's."""
+    """Return the seconds by which the clock of each cell is ahead of its first stage's. Raises ReplayError if no clock
+    explains the times."""
     ways_s: dict[tuple[int, int, int], float] = {}
     for message in pairs_of(step):
         source, target = message.link
@@ -103,7 +104,8 @@ def _shifted(step: RecordedStep, shifts_s: dict[Cell, float]) -> RecordedStep:
 
 
 def _aligned(step: RecordedStep) -> RecordedStep:
-    """Replicas that have nothing but computation and messages, and do not overlap at all, are put side by side."""
+    """Return the step with replicas shifted to the same start, if they do not overlap at all and share no
+    collective."""
     spans: dict[int, tuple[float, float]] = {}
     for each in step.operations:
         first, last = spans.get(each.cell.replica, (math.inf, -math.inf))
@@ -117,15 +119,15 @@ def _aligned(step: RecordedStep) -> RecordedStep:
 
 
 MOST_NAMED = 8
-"""Numbers that a sentence names; of more, it says how many there are."""
+"""Most numbers that a sentence lists; of more, it gives the count."""
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be read: the message names the file, what was expected and the remedy."""
+    """A recording that cannot be read. Names the file, what was expected, and the remedy."""
 
 
 class NoTraceError(RecordingError):
-    """A file that is JSON and no trace: a directory may hold it next to traces."""
+    """A JSON file that is no trace; a directory may hold it next to traces."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name} {what}")
@@ -137,7 +139,7 @@ class NoTraceError(RecordingError):
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """Point at which a run changed, as its log says."""
+    """Point at which a run changed, from its log."""
 
     step: int
     why: str
@@ -145,18 +147,18 @@ class Beginning:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Steps of one job, by their numbers."""
+    """Steps of one job, by number."""
 
     name: str
     source: str
-    """What it was read from, in words."""
+    """Format, as text."""
     steps: tuple[RecordedStep, ...]
     notes: tuple[str, ...] = ()
-    """What was estimated, corrected or taken for something, in sentences."""
+    """Estimates, corrections and assumptions, as sentences."""
     left_out: tuple[str, ...] = ()
     """Why other steps could not be read."""
     beginnings: tuple[Beginning, ...] = ()
-    """The parts that a run of our own falls into, but the first."""
+    """Starts of the parts of a run of our own, but the first."""
 
     def __post_init__(self) -> None:
         if not self.steps:
@@ -173,9 +175,9 @@ def understood(
     notes: Sequence[str],
     one_clock: bool = False,
 ) -> Recording:
-    """The recording of `steps` on one clock, with the messages that were not recorded. `one_clock`: they are on one
-    already. Raises RecordingError if no step is left."""
-    # Steps that lack actions, as routed ones do, would blur what is found of clocks and messages.
+    """Return the recording of `steps`, on one clock, with the messages that were not recorded. `one_clock`: whether
+    they are on one clock already. Raises RecordingError if no step is left."""
+    # Incomplete steps (routed ones, say) would distort the estimates of clocks and messages.
     missing = {step.number: what for step in steps if (what := step.missing())}
     left_out = (*missing.values(), *left_out)
     steps = [step for step in steps if step.number not in missing]
@@ -190,7 +192,7 @@ def understood(
 
 
 class AllSteps:
-    """Every number."""
+    """Contains every number."""
 
     def __contains__(self, number: object) -> bool:
         return True
@@ -202,7 +204,7 @@ ALL_STEPS = AllSteps()
 
 
 def because(reasons: Collection[str]) -> str:
-    """The first of `reasons`, behind a colon, and how many more there are."""
+    """Return the first of `reasons` after a colon, and the number of others; "" if there are none."""
     first = next(iter(reasons), None)
     if first is None:
         return ""
@@ -210,7 +212,7 @@ def because(reasons: Collection[str]) -> str:
 
 
 def no_such_step(name: str, numbers: Iterable[int]) -> RecordingError:
-    """For steps that were asked for and are not there."""
+    """Return the error for requested steps that are missing."""
     there = sorted(numbers)
     return RecordingError(
         f"{name} has none of the steps asked for: there {'is' if len(there) == 1 else 'are'} {numbered(there)}"
@@ -218,7 +220,7 @@ def no_such_step(name: str, numbers: Iterable[int]) -> RecordingError:
 
 
 def numbered(numbers: Collection[int]) -> str:
-    """Such as "3", "0-5", "1, 4, 7": sorted numbers in a sentence."""
+    """Format numbers for a sentence, such as "3", "0-5", "1, 4, 7"."""
     row = sorted(numbers)
     if len(row) > 2 and row[-1] - row[0] == len(row) - 1:
         return f"{row[0]}-{row[-1]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the files of a run's directory as far as they go, and give events and iterations Megatron's numbers.
+"""Read the files of a run's directory as far as possible, and convert iterations to Megatron's numbers.
 
 Missing or damaged files are named, the rest is used. Megatron counts iterations from 1 and over restarts; a process
 counts from 0.
@@ -34,27 +34,27 @@ from adaptra_megatron.telemetry.events.events import (
 from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Called with the name of the work, the part that is done, and the total."""
 WORTH_PROCESSES_NBYTES = 16 << 20
-"""Size of all files from which on several processes read them faster than one."""
+"""Total size from which on several processes read faster than one."""
 MOST_PROCESSES = 8
 MOST_NAMED = 12
-"""Ranks that a sentence names; of more, it says how many there are."""
+"""Most ranks that a sentence lists; of more, it gives the count."""
 
 
 class Pipelines(NamedTuple):
-    """Files of a run by pipeline, each by stage."""
+    """Trace files of a run by pipeline, then by stage."""
 
     lanes: list[list[Path]]
-    """Those with the most stages; more than one where several are as complete."""
+    """The most complete pipelines."""
     stages: int
     missing: list[str]
-    """What was not found or could not be read, in sentences."""
+    """Missing or unreadable files, as sentences."""
 
 
 def find_pipelines(directory: Path, events: Sequence[StampedEvent]) -> Pipelines:
-    """The traces of `directory`, put together as Megatron places ranks: those of a stage follow each other, and the
-    first of each stage are one pipeline."""
+    """Find the traces of `directory` and group them as Megatron places ranks: those of a stage are consecutive, and
+    the first of each stage form one pipeline."""
     missing: list[str] = []
     stage_of: dict[int, int] = {}
     paths: dict[int, Path] = {}
@@ -80,7 +80,7 @@ def find_pipelines(directory: Path, events: Sequence[StampedEvent]) -> Pipelines
 
 
 def _lanes(stage_of: dict[int, int], stages: int, world_size: int) -> list[list[int | None]]:
-    """Ranks of each pipeline, by stage; None for one that left no trace."""
+    """Return the ranks of each pipeline, by stage; None for one without a trace."""
     by_stage: dict[int, list[int]] = defaultdict(list)
     for rank, stage in sorted(stage_of.items()):
         by_stage[stage].append(rank)
@@ -101,7 +101,7 @@ def _lanes(stage_of: dict[int, int], stages: int, world_size: int) -> list[list[
 def read_pipelines(
     lanes: Sequence[Sequence[Path]], progress: Progress | None
 ) -> tuple[list[list[RankTrace]], list[str]]:
-    """Traces of each lane, and what of their files is damaged. Large ones are read by several processes.
+    """Read the traces of each lane; return them and the damage of their files. Several processes read large ones.
 
     Raises OSError if a file cannot be read.
     """
@@ -133,7 +133,7 @@ def _read(path: Path) -> tuple[RankTrace, list[str]]:
 
 
 def damaged(path: Path, lines: Sequence[str]) -> list[str]:
-    """A sentence about lines of `path` that could not be read, if there are any. `lines`: what is wrong with each."""
+    """Return a sentence on damaged lines of `path`, if there are any. `lines`: what is wrong with each."""
     if not lines:
         return []
     count = f"{len(lines)} line{'s' if len(lines) > 1 else ''}"
@@ -141,8 +141,8 @@ def damaged(path: Path, lines: Sequence[str]) -> list[str]:
 
 
 def cut_short(traces: Sequence[RankTrace], numbered: Callable[[int], int]) -> list[str]:
-    """Ranks of a pipeline whose traces end before those of the others do, by more than the iteration that runs.
-    `numbered`: numbers of iterations to name, by those of the traces."""
+    """Return sentences on ranks whose traces end before those of the others, by more than the current iteration.
+    `numbered`: converts numbers of iterations."""
     last = {trace.rank: max((record.iteration for record in trace.records), default=-1) for trace in traces}
     end = max(last.values(), default=-1)
     found = sorted((rank, each) for rank, each in last.items() if each < end - 1)
@@ -160,23 +160,24 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class Numbering:
-    """Numbers of one start of a job. Evaluations, which a process counts too, have none of their own: they go by the
-    training iteration that follows."""
+    """Megatron's numbers of iterations in one start of a job. An evaluation has the number of the next training
+    iteration."""
 
     def __init__(self, events: Iterable[StampedEvent]) -> None:
-        """`events`: the run's log, whose times of iterations tell; where they do not, as in old logs, numbers stay."""
+        """Set up. `events`: the run's log. If it lacks times of iterations, as old logs do, numbers are not
+        converted."""
         timed = (found.event for found in events if isinstance(found.event, IterationsTimed))
-        # By batch of iterations: the first one, Megatron's number of it, and how many there are.
+        # By batch of iterations: the first one, its Megatron number, and the count.
         self._batches = sorted((each.first, each.step, len(each.seconds)) for each in timed if each.step is not None)
         self._firsts = [first for first, _step, _count in self._batches]
 
     @property
     def known(self) -> bool:
-        """Return whether Megatron's numbers are known."""
+        """Whether Megatron's numbers are known."""
         return bool(self._batches)
 
     def of(self, iteration: int) -> int:
-        """Megatron's number of `iteration`."""
+        """Return Megatron's number of `iteration`."""
         if not self._batches or iteration < 0:
             return iteration
         index = max(0, bisect_right(self._firsts, iteration) - 1)
@@ -188,7 +189,7 @@ class Numbering:
 
 
 def renumbered(events: Sequence[StampedEvent]) -> list[StampedEvent]:
-    """`events` with Megatron's numbers of iterations, also in what they say in words."""
+    """Return `events` with Megatron's numbers of iterations, also in their reasons."""
     numbering = Numbering(events)
     return [_renumbered(found, numbering) for found in events] if numbering.known else list(events)
 
@@ -210,7 +211,7 @@ def _renumbered(found: StampedEvent, numbering: Numbering) -> StampedEvent:
 
 
 def iteration_span_s(records: Iterable[ActionRecord]) -> tuple[float, float]:
-    """`(start_s, end_s)`: when the first action of any stage began to compute and when the last one ended.
+    """Return `(start_s, end_s)`: the start of the first action of any stage, and the end of the last one.
 
     Raises ValueError without records.
     """
@@ -219,11 +220,11 @@ def iteration_span_s(records: Iterable[ActionRecord]) -> tuple[float, float]:
 
 
 def bubble_fraction(records: Iterable[ActionRecord]) -> dict[int, float]:
-    """For each stage, the fraction of one iteration (0..1) in which it did not compute.
+    """Return by stage the fraction of one iteration, 0..1, in which it did not compute.
 
-    `records` are those of one iteration and of every stage; the iteration lasts from the first start to the last end
-    over all stages. Ranks that share a stage (data or tensor parallel) count as one stage at their mean.
-    Raises ValueError if there are no records or they are of several iterations.
+    `records`: of one iteration and of every stage; the iteration lasts from the first start to the last end. Ranks
+    that share a stage (data or tensor parallel) count by their mean. Raises ValueError if there are no records, or
+    records of several iterations.
     """
     records = list(records)
     iterations = {record.iteration for record in records}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as its directory tells it: the traces of one pipeline, the events, and the parts that the run falls into."""
+"""Read a run from its directory: traces of one pipeline, events, and the parts between changes."""
 
 from __future__ import annotations
 
@@ -36,42 +36,42 @@ from adaptra_megatron.tools.recordings.run_files import (
 )
 
 MOST_FILES_TO_COMPARE = 256
-"""Ranks up to which all traces are read to find the slowest pipeline; above, the first pipeline stands for all."""
+"""Most ranks whose traces are all read to find the slowest pipeline; of more, only the first pipeline is read."""
 STEP = 0.08
-"""Relative change of iteration time, in two iterations running, that begins another part of a run."""
+"""Relative change of the iteration time, in two consecutive iterations, that begins a new part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIteration:
-    """One training iteration of one pipeline; without records where it was not traced."""
+    """One training iteration of one pipeline; without records if it was not traced."""
 
     number: int
-    """Megatron's iteration where the log has it; else the number in trace and events, which count evaluations, too."""
+    """Megatron's number if the log has it; else the number in traces and events, where evaluations count, too."""
     start_s: float
-    """On the job's common clock; 0 of one that was not traced."""
+    """On the job's common clock; 0 if it was not traced."""
     seconds: float
-    """From the first action's start to the last one's end, over all stages. Of a run that traced only some iterations:
-    what the leading rank took, the same for all of them."""
+    """From the first start to the last end, over all stages. In a run with only some iterations traced: as measured by
+    the leader, for all iterations."""
     records: tuple[ActionRecord, ...] = ()
     arrivals: tuple[ArrivalRecord, ...] = ()
     order: int | None = None
-    """Hash of every stage's order of actions: equal iterations ran the same plan. None where it is not known."""
+    """Hash of all stages' orders of actions: equal for iterations of the same plan. None if unknown."""
 
     @property
     def traced(self) -> bool:
-        """Return whether it is known what was done in it."""
+        """Whether the iteration was traced."""
         return bool(self.records)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Iterations in a row between two changes."""
+    """Consecutive iterations between two changes."""
 
     iterations: tuple[RunIteration, ...]
     beginning: tuple[StampedEvent, ...]
-    """Detections, failures of ranks and switches that began it."""
+    """Detections, rank failures and switches at its beginning."""
     new_order: bool
-    """True if the order of actions is another than before; for runs without events."""
+    """Whether the order of actions has changed; for runs without events."""
 
     @property
     def first(self) -> int:
@@ -83,18 +83,18 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """Median of an iteration."""
+        """Median seconds of an iteration."""
         return median(iteration.seconds for iteration in self.iterations)
 
     @property
     def typical(self) -> RunIteration:
-        """The iteration whose time is the median, of those that were traced if any was."""
+        """The iteration with the median time, among the traced ones if there are any."""
         ordered = sorted(self.traced or self.iterations, key=lambda iteration: iteration.seconds)
         return ordered[(len(ordered) - 1) // 2]
 
     @property
     def traced(self) -> tuple[RunIteration, ...]:
-        """The iterations of which it is known what was done in them."""
+        """The traced iterations."""
         return tuple(iteration for iteration in self.iterations if iteration.traced)
 
 
@@ -104,22 +104,22 @@ class RunRecord:
 
     directory: Path
     ranks: tuple[int, ...]
-    """Global ranks of the pipeline that is shown, by stage."""
+    """Global ranks of the shown pipeline, by stage."""
     pipelines: int
-    """Number of pipelines; the one shown is the slowest, where that is known."""
+    """Number of pipelines. The shown one is the slowest, if known."""
     iterations: tuple[RunIteration, ...]
     events: tuple[StampedEvent, ...]
     parts: tuple[Part, ...]
     stage_count: int = 0
-    """Number of stages, where some of them left no trace."""
+    """Number of stages, including those without a trace."""
     missing: tuple[str, ...] = ()
-    """What was not found or could not be read, in sentences."""
+    """Missing or unreadable files, as sentences."""
     megatron_numbers: bool = False
-    """True where numbers of iterations are those that Megatron prints."""
+    """Whether numbers of iterations are Megatron's."""
 
     @property
     def own_events(self) -> list[StampedEvent]:
-        """The events that are about the pipeline that is shown."""
+        """The events that concern the shown pipeline."""
         return of_replica(self.ranks[0] if self.ranks else 0, self.events)
 
     @property
@@ -128,15 +128,15 @@ class RunRecord:
 
     @property
     def traced(self) -> tuple[RunIteration, ...]:
-        """The iterations of which it is known what was done in them."""
+        """The traced iterations."""
         return tuple(iteration for iteration in self.iterations if iteration.traced)
 
 
 def read_run(directory: Path | str, progress: Progress | None = None) -> RunRecord:
-    """Read the traces and events of a run, as far as they are there; what is not is said in the result's `missing`.
+    """Read the traces and events of a run as far as possible; the result's `missing` names the rest.
 
-    Ranks that share a stage are taken in order: the first of each stage are one pipeline, and so on, as Megatron places
-    them. Raises TraceError if there is neither a trace nor an event, OSError if a file cannot be read.
+    Ranks that share a stage are taken in order: the first of each stage form one pipeline, as Megatron places them.
+    Raises TraceError if there is neither a trace nor an event, OSError if a file cannot be read.
     """
     directory = Path(directory)
     missing: list[str] = []
@@ -158,7 +158,7 @@ def read_run(directory: Path | str, progress: Progress | None = None) -> RunReco
         missing.append(f"rank {traces[0].rank} left no log: what was found and planned is not known")
     decided_here = of_replica(traces[0].rank if traces else 0, events)
     attempts = _iterations(traces, found.stages)
-    # After a death an iteration is run again, under one number: the attempt that was committed is the later one.
+    # After a rank failure, an iteration is run again under the same number: the later attempt was committed.
     seen = {number: replace(each, number=number) for each in attempts for number in [numbered(each.number)]}
     iterations = _with_times(list(seen.values()), decided_here)
     return RunRecord(
@@ -175,7 +175,8 @@ def read_run(directory: Path | str, progress: Progress | None = None) -> RunReco
 
 
 def numbered_by_traces(traces: Sequence[RankTrace]) -> Callable[[int], int]:
-    """Numbers as if the processes that left `traces` had begun with Megatron's first iteration: no log tells."""
+    """Return a function that numbers iterations as if the processes had begun with Megatron's first one, without a
+    log."""
     kinds: dict[int, set[str]] = defaultdict(set)
     for trace in traces:
         for record in trace.records:
@@ -185,7 +186,7 @@ def numbered_by_traces(traces: Sequence[RankTrace]) -> Callable[[int], int]:
 
 
 def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
-    """The log, by Megatron's or the process's numbers; what is wrong with it goes into `missing`."""
+    """Read the event log; its damage is added to `missing`."""
     damage: dict[Path, list[str]] = defaultdict(list)
     events = read_events(directory, lambda problem: damage[problem.path].append(problem.of_line))
     for path, problems in sorted(damage.items()):
@@ -194,7 +195,7 @@ def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
 
 
 def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
-    """Return all, or where ranks have failed those whose ranks all took part for longest."""
+    """Return all pipelines or, if ranks have failed, those with all ranks live for the longest time."""
     if not pipelines or not any(isinstance(found.event, RanksLost) for found in events):
         return pipelines
     lasts = [
@@ -206,7 +207,7 @@ def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEve
 
 
 def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent]) -> list[Part]:
-    """Return where a run changed: at detections, at switches, at another order of actions, at a step in iteration
+    """Divide a run where it changed: at detections, switches, new orders of actions, and changes of the iteration
     time."""
     changes: dict[int, list[StampedEvent]] = defaultdict(list)
     if not iterations:
@@ -225,7 +226,7 @@ def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent
     turns = new_orders | {index for index, number in enumerate(numbers) if number in changes}
     starts = [0]
     for index in range(1, len(iterations)):
-        # One long iteration is an outlier, unless something was done about it right after.
+        # One long iteration is an outlier, unless a detection or switch follows it.
         confirmed = iterations[index : index + (1 if index + 1 in turns else 2)]
         if index in turns or _steps(iterations[starts[-1] : index], confirmed, index + 1 in turns):
             starts.append(index)
@@ -242,20 +243,19 @@ def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent
 
 
 def began_at(stamped: StampedEvent) -> int:
-    """The iteration in which what an event reports began: a finding is reported later."""
+    """Return the iteration in which the event's change began, which is earlier than its report."""
     since = getattr(stamped.event, "since_iteration", None)
     return stamped.stamp.iteration if since is None else int(since)
 
 
 def replicas_of(events: Sequence[StampedEvent]) -> dict[int, int]:
-    """Replica of each rank that has a log; 0 where replicas are not named."""
+    """Return the replica of each rank with a log; 0 if replicas are not named."""
     starts = {found.stamp.rank: found.event for found in events if isinstance(found.event, RunStarted)}
     return {rank: start.layout.get("replica", 0) for rank, start in starts.items()}
 
 
 def of_replica(rank: int, events: Sequence[StampedEvent]) -> list[StampedEvent]:
-    """Return the events of the replica of `rank`, which has plans of its own; all events where replicas are not named
-    or one rank decides for all."""
+    """Return the events of the replica of `rank`; all events if replicas are not named, or share one leader."""
     replicas = replicas_of(events)
     starts = (found.event for found in events if isinstance(found.event, RunStarted))
     if any(start.config.get("reroute", "off") != "off" for start in starts):
@@ -264,7 +264,7 @@ def of_replica(rank: int, events: Sequence[StampedEvent]) -> list[StampedEvent]:
 
 
 def _with_times(traced: list[RunIteration], events: Sequence[StampedEvent]) -> list[RunIteration]:
-    """All iterations that the log has times of, if those are more than were traced."""
+    """Return all iterations with a time in the log, if these are more than the traced ones."""
     times_s = {
         number: seconds
         for stamped in events
@@ -281,8 +281,8 @@ def _with_times(traced: list[RunIteration], events: Sequence[StampedEvent]) -> l
 
 
 def _steps(before: Sequence[RunIteration], after: Sequence[RunIteration], alone: bool) -> bool:
-    """Return whether all of `after` are longer, or all shorter, than is usual `before`; one iteration counts only
-    `alone`."""
+    """Return whether all of `after` are longer, or all are shorter, than `before` usually. `alone`: one iteration
+    suffices."""
     if len(after) < 2 and not alone:
         return False
     usual_s = median(iteration.seconds for iteration in before)
@@ -296,8 +296,8 @@ def _median_seconds(traces: Sequence[RankTrace]) -> float:
 
 
 def _iterations(traces: Sequence[RankTrace], stages: int) -> list[RunIteration]:
-    """The training iterations, without records where not all of `stages` left any. One that only some stages have
-    finished, at the end, is left out: it runs, or ran when the job ended."""
+    """Return the training iterations; without records if a stage is missing. An incomplete last one is left out: it is
+    still running, or was when the job ended."""
     records: dict[int, dict[int, list[ActionRecord]]] = defaultdict(dict)
     arrivals: dict[int, list[ArrivalRecord]] = defaultdict(list)
     for trace in traces:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the events of a Chrome trace in JSON, one block at a time: a file of 200 MB takes no more memory than one of 20.
+"""Read the events of a Chrome trace in JSON in blocks: 200 MB take no more memory than 20 MB.
 
-Files may be compressed; those of other formats are refused by name. A trace is an object with a list of `traceEvents`,
-or such a list alone, whose last bracket may be missing, for a process that was killed could not write it; or an event
-in each line, without a list. Blocks that end between two events are decoded at once by msgspec; what it does not take,
-such as NaN or an event that is no object, is decoded event by event.
+Files may be compressed; known other formats are refused by name. A trace is an object with a list of `traceEvents`,
+such a list alone, or one event per line. The list's last bracket may be missing, as when a process was killed. Blocks
+that end between two events are decoded by msgspec; if that fails (NaN, an event that is no object), events are decoded
+one by one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from adaptra_megatron.telemetry.background_writer import is_no_file
 from adaptra_megatron.tools.recordings.recording import NoTraceError, RecordingError
 
 MOST_NBYTES = 16 << 30
-"""Of one file, after decompression."""
+"""Most bytes of one file, after decompression."""
 MOST_RATIO, UNSUSPICIOUS_NBYTES = 250, 64 << 20
-"""Compressed traces are some 10 to 50 times as large when they are decompressed."""
+"""Largest ratio of decompression above that size; traces usually have 10 to 50."""
 HEAD_NBYTES = 4096
 PARQUET = b"PAR1"
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
-"""What reading a damaged compressed file raises."""
+"""Exceptions that a damaged compressed file raises."""
 
 INSTEAD = (
     "record forwards and backwards instead: record_function around each of them under torch.profiler, or a trace of "
@@ -65,7 +65,8 @@ _COSTS = ("stages", "micro_batches")
 
 
 def head_of(path: Path) -> bytes:
-    """The first bytes, decompressed. Raises RecordingError for a damaged file, OSError if it cannot be read."""
+    """Return the first bytes of a file, decompressed. Raises RecordingError if it is damaged, OSError if it cannot be
+    read."""
     with opened(path) as file:
         try:
             return file.read(HEAD_NBYTES)
@@ -74,8 +75,8 @@ def head_of(path: Path) -> bytes:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """The file, decompressed if its first bytes say that it is compressed. Raises RecordingError for what is no file:
-    it is read more than once."""
+    """Open a file, decompressing it if need be. Raises RecordingError for anything but a regular file, because it is
+    read more than once."""
     if is_no_file(path):
         raise RecordingError(f"{path} is no file")
     with path.open("rb") as file:
@@ -91,14 +92,14 @@ def _damaged(path: Path, error: BaseException) -> RecordingError:
 
 
 class Bounded:
-    """Reads a file in blocks; raises RecordingError where it is damaged, or larger than anything worth reading."""
+    """Reader of a file in blocks. Raises RecordingError if the file is damaged or too large."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
         self._nbytes = 0
 
     def read(self, nbytes: int) -> bytes:
-        """The next block; empty at the end."""
+        """Return the next block; empty at the end."""
         try:
             block = self._file.read(nbytes)
         except DAMAGED as error:
@@ -114,7 +115,7 @@ class Bounded:
 
 
 def refuse_other_formats(path: Path, head: bytes) -> None:
-    """Raise RecordingError, which names the format, for a file that begins as none that can be read."""
+    """Refuse a file of another format: raise RecordingError, with the format's name if known."""
     if not head.strip():
         raise RecordingError(f"{path} is empty")
     for magic, what in _OTHERS.items():
@@ -125,7 +126,7 @@ def refuse_other_formats(path: Path, head: bytes) -> None:
 
 
 def is_other_format(head: bytes) -> bool:
-    """Return whether a file that begins so is binary: Parquet, or one of the formats that are known by name."""
+    """Return whether a file with this head is Parquet, or another known binary format."""
     return any(head.startswith(magic) for magic in (PARQUET, *_OTHERS) if magic not in (b"\x0a", b"<"))
 
 
@@ -135,7 +136,7 @@ def is_other_document(document: Mapping[str, Any]) -> bool:
 
 
 def named_document(document: Mapping[str, Any]) -> str:
-    """Return what a JSON object without traceEvents is, in words, with what to record instead."""
+    """Describe a JSON object without traceEvents, and what to record instead."""
     for keys, what in _DOCUMENTS:
         if all(key in document for key in keys):
             return f"is {what}: {INSTEAD}"
@@ -146,16 +147,16 @@ def named_document(document: Mapping[str, Any]) -> str:
 
 _BLOCK_NBYTES = 8 << 20
 _TAIL_NBYTES = 1 << 16
-"""Within so many bytes of a block's end, an end of an event is looked for."""
+"""Bytes before a block's end in which the end of an event is searched."""
 _MOST_NBYTES = 256 << 20
-"""Of a single event, and of what is not in the list of events."""
+"""Most bytes of a single event, and of the rest outside the list of events."""
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _LIST = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SPACE = re.compile(r"[\s,]*")
 
 
 class Event(msgspec.Struct, gc=False):
-    """One event; None for what it does not have. Values may be anything: see `naming` for what they are read as."""
+    """One event; None for missing fields. Values may be anything: `naming` interprets them."""
 
     ph: Any = None
     cat: Any = None
@@ -173,20 +174,20 @@ _EVENTS = msgspec.json.Decoder(list[Event])
 
 
 class TraceEvents:
-    """The events of the file at `path`, to be gone through once; then `rest` has the other entries of the object.
+    """The events of the file at `path`, for one pass; after it, `rest` has the object's other entries.
 
-    Raises RecordingError, on the way, for what is no such trace, OSError if the file cannot be read.
+    The pass raises RecordingError if it is no such trace, OSError if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.rest: dict[str, Any] = {}
         self.odd = 0
-        """Entries of the list that are no objects."""
+        """Number of entries of the list that are no objects."""
         self.unfinished = False
-        """True if the last bracket is missing."""
+        """Whether the last bracket is missing."""
         self._lines = False
-        """True if there is no list, but an event in each line."""
+        """Whether there is one event per line, without a list."""
         self._text = ""
         self._at = 0
         self._block = b""
@@ -233,7 +234,7 @@ class TraceEvents:
         return found if isinstance(found, dict) else {}
 
     def _quickly(self) -> Iterator[Event]:
-        """Whole blocks, as long as there are more and they can be decoded."""
+        """Yield the events of whole blocks, as long as these can be decoded."""
         while more := self._file.read(_BLOCK_NBYTES):
             self._block += more
             ends = list(_BETWEEN.finditer(self._block, max(0, len(self._block) - _TAIL_NBYTES)))
@@ -247,7 +248,7 @@ class TraceEvents:
             yield from found
 
     def _slowly(self, in_object: bool) -> Iterator[Event]:
-        """Event by event, to the end."""
+        """Yield the rest event by event."""
         decode = json.JSONDecoder().raw_decode
         self._text, self._block = self._block.decode(errors="replace"), b""
         while (first := self._next()) != "]":
@@ -265,7 +266,7 @@ class TraceEvents:
             self.rest |= self._decoded(b"{" + rest.strip().encode())
 
     def _next(self) -> str:
-        """The first character of what comes next; empty at the end of the file."""
+        """Return the next character that is neither space nor comma; empty at the end of the file."""
         while True:
             found = _SPACE.match(self._text, self._at)
             assert found is not None, "a pattern of stars matches everywhere"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay recorded steps of a job by their dependencies, with some durations changed."""
+"""Replays of recorded steps, with some durations changed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures behind what `adaptra analyze` says of a recording."""
+"""Compute the figures of `adaptra analyze`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from adaptra_megatron.tools.replay.replayed_what_if import ReplayedStragglers, i
 
 Progress = Callable[[str, int, int], None]
 CREDIBLE = 0.05
-"""Share of a step by which a replay may differ from the recording, and still say something about it."""
+"""Share of a step by which a replay may differ from the recording and still explain it."""
 _TOO_LONG = 0.02
-"""Share of a step by which the ideal may be longer than what was recorded."""
+"""Share of a step by which the ideal step may be longer than the recorded one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartAnalysis:
-    """Steps in a row between two changes that the log of a run tells of."""
+    """Consecutive steps between two changes in the log of a run."""
 
     why: str
-    """What began it; empty for the first."""
+    """The change that began it; empty for the first part."""
     stragglers: ReplayedStragglers
     """Compared with the ideals of the whole recording."""
 
@@ -45,37 +45,37 @@ class Analysis:
     """Result of the analysis of a recording."""
 
     recording: Recording
-    """The steps that could be replayed."""
+    """The replayed steps."""
     left_out: tuple[str, ...]
-    """Why other steps could not."""
+    """Why other steps could not be replayed."""
     stragglers: ReplayedStragglers
     doubt: str
-    """Why the replay does not explain the recording, so that no cause and no remedy is named; empty if it does."""
+    """Why the replay does not explain the recording, so that neither cause nor remedy is named; empty if it does."""
     parts: tuple[PartAnalysis, ...]
-    """More than one, or none."""
+    """Empty, or more than one."""
     slowness: dict[Cell, float]
-    """Time of each cell as a multiple of the others' of its stage."""
+    """Time of each cell relative to the others of its stage."""
     stage_shares: dict[int, float]
-    """Computation of each stage, over the mean of all stages."""
+    """Computation of each stage relative to the mean of all stages."""
     steps_changed_at: int | None
-    """The step from which on steps took another time; None if they did not."""
+    """The step from which on step times differ; None if they do not."""
     cells_changed_at: dict[Cell, int | None]
     stages_changed_at: dict[int, int | None]
     remedies: Remedies
     activation_gib: float | None
-    """GiB of the activations of one micro-batch on a stage, where given."""
+    """GiB of one micro-batch's activations on a stage, if given."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         return self.recording.steps[0].cells
 
     def extra_gib(self, remedy: Remedy) -> float | None:
-        """Memory that a remedy takes on a stage; None where it is not known."""
+        """Return the additional GiB that a remedy takes on a stage; None if unknown."""
         return None if self.activation_gib is None else self.activation_gib * remedy.extra_activations
 
 
 def analyse(recording: Recording, *, activation_gib: float | None = None, progress: Progress | None = None) -> Analysis:
-    """Replay `recording` and ask what would be if. Raises ReplayError if none of its steps can be replayed."""
+    """Replay `recording` and its what-if questions. Raises ReplayError if no step can be replayed."""
     tell = progress or (lambda doing, done, total: None)
     tell("analysing", 0, 4)
     steps, batches, left_out = replayable(recording)
@@ -106,8 +106,8 @@ def analyse(recording: Recording, *, activation_gib: float | None = None, progre
 def doubt_of(
     recorded_s: Sequence[float], replayed_s: Sequence[float], prompt_s: Sequence[float], ideal_s: float
 ) -> str:
-    """Return why a replay does not explain what was recorded, and what is missing; empty if it does. Of each step: as
-    recorded, replayed with and without launch delays."""
+    """Return why the replay does not explain the recording; empty if it does. Arguments are by step: seconds as
+    recorded, as replayed, and as replayed without launch delays."""
 
     def off(made_s: Sequence[float]) -> float:
         return statistics.median(
@@ -154,8 +154,8 @@ def _parts(
 
 
 def figures(analysis: Analysis) -> dict[str, Any]:
-    """Everything as one JSON object. Its keys are an interface: add, never rename. Where the recording is not
-    understood, what would be findings is null or empty."""
+    """Return everything as one JSON object. Its keys are an interface: add, never rename. If the recording is not
+    understood, findings are null or empty."""
     values = _figures(analysis)
     if analysis.doubt:
         for key, value in values.items():
@@ -165,7 +165,7 @@ def figures(analysis: Analysis) -> dict[str, Any]:
 
 
 _FINDINGS = ("slow", "m_w", "m_s", "lengths", "launch", "messages", "steps_changed")
-"""How the keys of what is said of causes begin."""
+"""Prefixes of the keys of findings."""
 
 
 def _figures(analysis: Analysis) -> dict[str, Any]:
@@ -230,8 +230,8 @@ def _by_link(found: ReplayedStragglers) -> dict[str, float]:
 
 
 def replayable(recording: Recording) -> tuple[list[RecordedStep], list[ReplayBatch], list[str]]:
-    """The steps that have a graph and all cells, their batches, and why others are left out. Raises ReplayError if
-    there is none."""
+    """Return the steps that have a graph and all cells, their batches, and why others are left out. Raises ReplayError
+    if there is none."""
     steps = recording.steps
     most = max(len(step.cells) for step in steps)
     kept: list[RecordedStep] = []
@@ -256,5 +256,5 @@ def replayable(recording: Recording) -> tuple[list[RecordedStep], list[ReplayBat
 
 
 def typical(steps: list[RecordedStep]) -> RecordedStep:
-    """The step whose time is the median."""
+    """Return the step with the median time."""
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a recording in plain words."""
+"""Word the figures of a recording."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from adaptra_megatron.tools.replay.remedies import SLOW_CELL
 from adaptra_megatron.tools.replay.replayed_what_if import SLOWEST_WORKERS, ReplayedStragglers
 
 WORTH_SAYING = 1.03
-"""Slowdowns below are no news."""
+"""Slowdown from which on it is mentioned."""
 WORTH_A_ROW = 1.005
-"""Links whose slowdown is below are not listed."""
+"""Slowdown from which on a link is listed."""
 _EXPLAINS = 0.25
 """Share of the slowdown from which on a cause is named."""
 _SLOW_LINK = 1.02
 _COSTLY = 1.1
-"""What messages cost from which on it is said though no link differs from the others."""
+"""Slowdown by messages from which on it is mentioned even if all links are alike."""
 _LONG_STAGE = 1.05
-"""A stage's computation over the mean stage's from which on it is called long."""
+"""Computation of a stage relative to the mean stage, from which on it is called long."""
 _MOST_NOTES = 6
 
 OPTYPE_NAMES = {
@@ -44,22 +44,22 @@ OPTYPE_NAMES = {
 
 
 def cell_name(cell: Cell) -> str:
-    """Such as "worker 0.3 (replica 0, stage 3)"."""
+    """Format a cell, such as "worker 0.3 (replica 0, stage 3)"."""
     return f"worker {cell} (replica {cell.replica}, stage {cell.stage})"
 
 
 def times(slowdown: float) -> str:
-    """Such as "1.98 ×"."""
+    """Format a slowdown, such as "1.980 ×"."""
     return f"{slowdown:.3f} ×"
 
 
 def share(value: float) -> str:
-    """M_W or M_S; never "-0.00"."""
+    """Format M_W or M_S; never "-0.00"."""
     return f"{round(value, 2) + 0.0:.2f}"
 
 
 def headline(analysis: Analysis) -> str:
-    """The recording in one line."""
+    """Summarize the analysis in one line."""
     if analysis.doubt:
         return "The recording is not understood: its replay does not explain it"
     worst = max(analysis.parts, key=lambda part: part.stragglers.slowdown, default=None)
@@ -89,7 +89,7 @@ def _median(analysis: Analysis) -> float:
 
 
 def _causes(analysis: Analysis, found: ReplayedStragglers) -> Iterator[str]:
-    """The large ones, the largest first."""
+    """Yield the large causes, the largest first."""
     slow, long = _slow_workers(analysis), _long_stage(analysis)
     lost = found.slowdown - 1.0
     shares = {
@@ -106,8 +106,8 @@ def _causes(analysis: Analysis, found: ReplayedStragglers) -> Iterator[str]:
 
 
 def _slow_workers(analysis: Analysis) -> list[Cell]:
-    """The slowest workers that are slower than their peers, where they explain something: a worker that has no peer
-    cannot be distinguished from a long stage."""
+    """Return the slowest workers that are slower than their peers, if they explain something. Without peers, a slow
+    worker cannot be distinguished from a long stage."""
     found = analysis.stragglers
     if len(found.by_replica) == 1 or found.workers_share < _EXPLAINS:
         return []
@@ -115,7 +115,7 @@ def _slow_workers(analysis: Analysis) -> list[Cell]:
 
 
 def _long_stage(analysis: Analysis) -> int | None:
-    """The stage that is longer than the others, slow workers apart; None where that explains nothing."""
+    """Return the stage that is longer than the others, apart from slow workers; None if that explains nothing."""
     found = analysis.stragglers
     paces: dict[int, list[float]] = {}
     for cell, slowness in analysis.slowness.items():
@@ -134,8 +134,8 @@ def _slow_links(found: ReplayedStragglers) -> list[tuple[int, int]]:
 
 
 def sentences(analysis: Analysis) -> list[str]:
-    """Return what is slow, since when and what it costs, then the best remedy; of a recording that is not understood,
-    why."""
+    """Return sentences: what is slow, since when, at what cost, and the best remedy; or why the recording is not
+    understood."""
     said = (
         [_of_all(analysis), f"{analysis.doubt[0].upper()}{analysis.doubt[1:]}."]
         if analysis.doubt
@@ -190,7 +190,7 @@ def _what_ran(analysis: Analysis) -> Iterator[str]:
 
 
 def _around(analysis: Analysis, step: int) -> tuple[float, float]:
-    """Median seconds before a step, and from it on."""
+    """Return the median seconds before a step, and from it on."""
     pairs = list(zip(analysis.stragglers.numbers, analysis.stragglers.recorded_s, strict=True))
     before, after = ([s for number, s in pairs if (number >= step) == late] for late in (False, True))
     return statistics.median(before), statistics.median(after)
@@ -233,7 +233,7 @@ def _what_is_slow(analysis: Analysis) -> Iterator[str]:
 
 
 def _explained(value: float) -> str:
-    """More than everything is no share."""
+    """Format a share; shares above 1 are "all"."""
     return percent(value) if value < 1.0 else "all"
 
 

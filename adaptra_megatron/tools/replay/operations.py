@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded operations of a job: what each worker did in a step, and when. Named as in OSDI '25's traces."""
+"""Define recorded operations of a job, with the names of OSDI '25's traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaptra_megatron.schedule.ir import Placement, ScheduleError, interleaved
 
 
 class OpType(str, enum.Enum):
-    """Type of an operation. The values are the names in traces."""
+    """Type of an operation. Values are names in traces."""
 
     FORWARD = "forward-compute"
     BACKWARD = "backward-compute"
@@ -38,24 +38,24 @@ class OpType(str, enum.Enum):
 
     @property
     def computes(self) -> bool:
-        """Return whether it is work on a micro-batch."""
+        """Whether it computes a micro-batch."""
         return self in COMPUTE
 
     @property
     def peer(self) -> tuple[int, OpType] | None:
-        """Return, for a send or receive, the step to the other end's stage, and what that end records."""
+        """For a send or receive: difference to the peer's stage, and type of the peer's operation; None for others."""
         return _PEERS.get(self)
 
 
 COMPUTE = frozenset((OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT, OpType.BACKWARD_WEIGHT))
 SENDING = (OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT)
-"""What ends with a message to the next stage, or the one before."""
+"""Types that end with a message to the next or the previous stage."""
 OVER_REPLICAS = frozenset((OpType.PARAMS_ALL_GATHER, OpType.GRADS_REDUCE_SCATTER))
 """Collectives of all cells of a stage."""
 OVER_STAGES = frozenset((OpType.EMBEDDING_ALL_REDUCE,))
-"""Collectives of the stages of a replica that record them: those at the ends of the model."""
+"""Collectives of those stages of a replica that record them: the ends of the model."""
 OVER_JOB = frozenset((OpType.CLIP,))
-"""The norm of the gradients is of all parameters: every worker takes part."""
+"""Collectives of all workers: the norm of the gradients covers all parameters."""
 _PEERS = {
     OpType.FORWARD_SEND: (1, OpType.FORWARD_RECV),
     OpType.FORWARD_RECV: (-1, OpType.FORWARD_SEND),
@@ -65,22 +65,22 @@ _PEERS = {
 
 
 class ReplayError(ScheduleError):
-    """A recording that cannot be replayed: the message names the step, the worker, the operation and the remedy."""
+    """A recording that cannot be replayed. Names step, worker, operation and remedy."""
 
 
 class Operation(NamedTuple):
-    """One operation as it was recorded. A send or receive, and a collective, last until the other ends have come."""
+    """One recorded operation. A send, receive or collective includes the wait for the other ends."""
 
     cell: Cell
     optype: OpType
     start_s: float
-    """Seconds on a clock that all workers share; of a step's own, or of the whole run."""
+    """Seconds on a clock that all workers share, within a step or over the whole run."""
     duration_s: float
     sequence: int
-    """Number among the worker's operations of this type in the step, by start."""
+    """Index among the worker's operations of this type in the step, by start."""
     chunk: int = 0
     micro_batch: int = -1
-    """Number of the micro-batch that is computed; -1 where there is none."""
+    """Micro-batch that is computed; -1 for other operations."""
 
     @property
     def end_s(self) -> float:
@@ -91,12 +91,12 @@ class Operation(NamedTuple):
 
 
 class ReplayMessage(NamedTuple):
-    """A message that was not recorded itself: between two actions that were."""
+    """A message that was not recorded, between two recorded actions."""
 
     sender: Operation
     user: Operation
     seconds: float
-    """How long it was under way once both ends had come to it."""
+    """Transfer time, from when both ends were ready."""
 
     @property
     def optype(self) -> OpType:
@@ -109,16 +109,16 @@ class ReplayMessage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """One step of all workers. Raises ReplayError at construction for no operation, or times that cannot be."""
+    """One step of all workers. Construction raises ReplayError without operations, or for invalid times."""
 
     number: int
     operations: tuple[Operation, ...]
     messages: tuple[ReplayMessage, ...] = ()
-    """Where computation alone was recorded: what its actions must have sent (see `replayed_messages.with_messages`)."""
+    """For recordings of computation alone: the messages that its actions must have sent (see `with_messages`)."""
     blocking: bool | None = None
-    """Whether cells wait for the end of each exchange before they compute on; None: recorded messages tell."""
+    """Whether cells wait for the end of each exchange before they compute; None: as in the recorded messages."""
     custom_placement: Placement | None = None
-    """None: Megatron's."""
+    """None: Megatron's placement."""
 
     def __post_init__(self) -> None:
         if not self.operations:
@@ -136,7 +136,7 @@ class RecordedStep:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first operation's start to the last one's end."""
+        """Seconds from the first start to the last end."""
         return max(operation.end_s for operation in self.operations) - self.start_s
 
     @cached_property
@@ -149,11 +149,11 @@ class RecordedStep:
 
     @cached_property
     def placement(self) -> Placement:
-        """Return which stage holds which part of the model."""
+        """Placement of the model's parts on stages."""
         return self.custom_placement or interleaved(self.stages, 1 + max(each.chunk for each in self.operations))
 
     def missing(self) -> str:
-        """Return what a cell did not do of what others of its replica did, in words; empty if nothing is missing."""
+        """Describe an action that a cell lacks and others of its replica have; empty if there is none."""
         did: dict[Cell, dict[bool, set[tuple[int, int]]]] = {cell: {True: set(), False: set()} for cell in self.cells}
         for each in self.operations:
             if each.optype in SENDING:
@@ -171,7 +171,7 @@ class RecordedStep:
         return ""
 
     def by_cell(self) -> dict[Cell, list[Operation]]:
-        """The operations of each cell, by start."""
+        """Return the operations of each cell, by start."""
         found: dict[Cell, list[Operation]] = {cell: [] for cell in self.cells}
         for operation in sorted(self.operations, key=lambda each: (each.start_s, each.end_s, each.optype)):
             found[operation.cell].append(operation)
@@ -179,7 +179,7 @@ class RecordedStep:
 
 
 def with_sequence_numbers(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """The same operations with `sequence` counted per cell and type, by start."""
+    """Return the operations with `sequence` counted per cell and type, by start."""
     counts: dict[tuple[Cell, OpType], int] = {}
     found = []
     for operation in sorted(operations, key=lambda each: (each.start_s, each.end_s)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step as costs of its pipelines: what planner, simulator and routing are asked about."""
+"""Convert a recorded step into costs of its pipelines, for planner, simulator and routing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TABLES = {
     Kind.BACKWARD_WEIGHT: "backward_weight_s",
 }
 _HALF = 0.5
-"""Assumed share of the input gradient in a whole backward, where the two were not recorded apart."""
+"""Assumed share of the input gradient in a whole backward, if the parts were not recorded."""
 
 Place = tuple[int, int, int]
 """Stage, chunk and micro-batch."""
@@ -35,27 +35,30 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPipelines:
-    """One step of all replicas. The time of a micro-batch at a cell is the stage's median, times the cell's slowness,
-    times the micro-batch's own factor."""
+    """Costs of one step, for all replicas.
+
+    The seconds of a micro-batch at a cell are the stage's mean, times the cell's slowness, times the micro-batch's
+    factor.
+    """
 
     schedule: Schedule
-    """The order that ran, of the first replica."""
+    """The recorded order, of the first replica."""
     numbers: tuple[int, ...]
     """Numbers of the replicas."""
     replicas: tuple[Costs, ...]
     slowness: Mapping[Cell, float]
-    """Time of each cell over the median of its stage's cells, over all steps."""
+    """Time of each cell relative to the median of its stage's cells, over all steps."""
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether input and weight gradients were recorded apart, and not estimated."""
+        """Whether input and weight gradients were recorded separately, not estimated."""
         return self.schedule.splits_backward
 
 
 def pipelines_of(step: RecordedStep, batches: Sequence[ReplayBatch]) -> RecordedPipelines:
-    """The pipelines of `step`, which is one of those in `batches`.
+    """Return the pipelines of `step`, which is one of those in `batches`.
 
-    Raises ReplayError if its replicas did not run the same actions, or no backward.
+    Raises ReplayError if its replicas ran different actions, or no backward.
     """
     batch = next(each for each in batches if step.number in each.numbers)
     column = batch.numbers.index(step.number)
@@ -71,7 +74,7 @@ def pipelines_of(step: RecordedStep, batches: Sequence[ReplayBatch]) -> Recorded
             transfers[event.link].append(work_s)
     schedule = _schedule(step)
     slowness = slowness_of(batches)
-    # Where sends block, each link carries one message at a time, and nothing tells its bandwidth from its latency.
+    # Blocking exchanges use a link for one message at a time, and yield no separate bandwidth and latency.
     blocking = blocks(step.by_cell().values()) if step.blocking is None else step.blocking
     usual_s = {ends: statistics.median(row) for ends, row in sorted(transfers.items())}
     links = {
@@ -108,7 +111,7 @@ _Seconds = dict[tuple[Kind, Place], float]
 
 
 def _split(seconds: _Seconds) -> _Seconds:
-    """Whole backwards as their halves."""
+    """Return the seconds with whole backwards split into their parts."""
     found: _Seconds = {}
     for (kind, place), each_s in seconds.items():
         if kind is Kind.BACKWARD:
@@ -142,7 +145,7 @@ def _check_alike(step: RecordedStep, tables: Mapping[int, _Seconds]) -> None:
 
 
 def _usual(tables: Mapping[int, _Seconds], slowness: Mapping[Cell, float]) -> dict[tuple[Kind, int, int], float]:
-    """Mean seconds of each kind, stage and chunk, on a cell that is not slow."""
+    """Return the mean seconds of each kind, stage and chunk, on a cell that is not slow."""
     rows: dict[tuple[Kind, int, int], list[float]] = defaultdict(list)
     for replica, table in tables.items():
         for (kind, (stage, chunk, _)), each_s in table.items():

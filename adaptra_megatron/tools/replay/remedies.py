@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute what each remedy would have made of a recorded step, on the step's own times.
+"""Predict how each remedy would have changed a recorded step, from its own times.
 
-A remedy changes the pipelines' part of the step, from the first action to the last; what comes before and after
-(collectives, the optimizer) stays as long as it was. Cells and stages are changed in a replay of the recording itself;
-other orders, split backwards and routes are planned and simulated as `adaptra plan` does, which knows the seconds of
-each micro-batch and the median transfer of each link. Launch delays are left out, before and after.
+A remedy changes the pipelines' part of the step, from the first action to the last. The parts before and after it
+(collectives, the optimizer) stay. Changes of cells and stages are replayed on the recording itself. Other orders,
+split backwards and routes are planned and simulated as in `adaptra plan`, with the seconds of each micro-batch and the
+median transfer of each link. Launch delays are left out in both cases.
 
-A new remedy is a function from `_Step` to `Remedy | None`, and a row of `_REMEDIES`: collectives that hide a straggler
-(`schedule.all_reduce`) belong there too, with what they save of the part behind the pipelines.
+To add a remedy: a function from `_Step` to `Remedy | None`, and an entry of `_REMEDIES`. Collectives that hide a
+straggler (`schedule.all_reduce`) would be one, with the time saved after the pipelines' part.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, Times, repl
 from adaptra_megatron.tools.replay.replay_graph import ReplayEvent
 
 SLOW_CELL = 1.1
-"""A cell that takes this much longer than its peers counts as slow: exchanging its node is worth a thought."""
+"""A cell counts as slow if it takes this many times as long as its peers; then the node's exchange is considered."""
 _EXTRA_ACTIVATIONS = (1, 2, 4, 8, 16)
 _WORTH = 0.01
-"""Share of a step that exchanging micro-batches has to save: where all are alike, there is nothing to exchange."""
+"""Share of a step that exchanging micro-batches must save; if all are alike, it saves nothing."""
 _ENOUGH = 0.005
-"""Share of a step: memory that gains less than that more is not worth it."""
+"""Share of a step that more memory must save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One remedy and the step with it."""
+    """One remedy, and the step with it."""
 
     key: str
     title: str
     seconds: float
-    """Time of the whole step."""
+    """Seconds of the whole step."""
     note: str
-    """What it takes, and what was assumed."""
+    """Requirements and assumptions."""
     extra_activations: float = 0.0
-    """Activations of one micro-batch that a stage holds more than it did, at most."""
+    """Largest number of additional activations (of one micro-batch) on a stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +60,20 @@ class Remedies:
 
     step: int
     now_s: float
-    """The step replayed without launch delays: what all remedies are to be compared with."""
+    """Seconds of the step replayed without launch delays, which remedies are compared with."""
     pipelines_s: float
-    """Its pipelines' part."""
+    """Seconds of the pipelines' part."""
     rows: tuple[Remedy, ...]
     why_not: str = ""
-    """Why no remedy could be tried; empty if they were."""
+    """Why no remedy could be tried; empty otherwise."""
 
     def gain(self, remedy: Remedy) -> float:
-        """Share of the step that a remedy saves; 0 where it would take longer."""
+        """Return the share of the step that a remedy saves; 0 if it takes longer."""
         return max(0.0, 1.0 - remedy.seconds / self.now_s)
 
 
 def remedies_for(step: RecordedStep, batches: Sequence[ReplayBatch]) -> Remedies:
-    """Return what each remedy would make of `step`, which is one of those in `batches`."""
+    """Return the remedies for `step`, which is one of those in `batches`."""
     of_step = _Step(step, batches)
     why_not, found = "", []
     try:
@@ -111,22 +111,22 @@ class _Step:
 
     @cached_property
     def pipelines(self) -> RecordedPipelines:
-        """Its costs. Raises ReplayError as `pipelines_of`."""
+        """Costs of the step's pipelines. Raises ReplayError as `pipelines_of`."""
         return pipelines_of(self._step, self._batches)
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Activations each stage held."""
+        """Most activations that each stage held."""
         return peak_in_flight(self.pipelines.schedule, 0.0)
 
     @cached_property
     def as_ran_s(self) -> float:
-        """Seconds of the slowest pipeline in the order that ran, its messages overlapping computation."""
+        """Seconds of the slowest pipeline in the recorded order, with messages that overlap computation."""
         found = self.pipelines
         return max(simulate(found.schedule, costs).makespan_s for costs in found.replicas)
 
     def replayed(self, factor: Callable[[ReplayEvent], float]) -> float:
-        """Seconds of the step with the work of each action times a factor."""
+        """Return the seconds of the step with the duration of each action multiplied by `factor`."""
 
         def work_s(index: int, event: ReplayEvent) -> Times:
             scale = factor(event) if event.optype.computes else 1.0
@@ -136,11 +136,12 @@ class _Step:
         return float(step_seconds(self._batch, work_s, launch_delays=False)[0, 0])
 
     def with_pipelines(self, seconds: float) -> float:
-        """The step, with its pipelines' part taking `seconds`."""
+        """Return the seconds of the step if its pipelines' part takes `seconds`."""
         return self.now_s - self.pipelines_s + seconds
 
     def planned(self, replicas: Sequence[Costs], *, split: bool, extra: float = 0.0) -> float:
-        """Seconds of the slowest of `replicas`, each with a plan of its own; what cannot be the slowest is skipped."""
+        """Return the seconds of the slowest of `replicas`, each with a plan of its own. Replicas that cannot be the
+        slowest are skipped."""
         capped = [
             dataclasses.replace(costs, max_in_flight=tuple(peak + extra for peak in self.peaks)) for costs in replicas
         ]
@@ -185,7 +186,7 @@ def _split_backward(step: _Step) -> Remedy:
 
 
 def _memory(step: _Step) -> Remedy | None:
-    """With the least memory that gains about as much as a lot."""
+    """Return the remedy with the least memory that saves about as much as a lot does."""
     replicas = step.pipelines.replicas
     found = {extra: step.planned(replicas, split=True, extra=extra) for extra in (0, *_EXTRA_ACTIVATIONS)}
     enough_s = min(found.values()) + _ENOUGH * step.now_s
@@ -202,7 +203,7 @@ def _memory(step: _Step) -> Remedy | None:
 
 
 def _balanced(step: _Step) -> Remedy | None:
-    """Micro-batches exchanged between replicas, as they are loaded: the order stays."""
+    """Return the remedy of exchanging micro-batches between replicas when they are loaded. The order stays."""
     found = step.pipelines
     if len(found.replicas) == 1:
         return None
@@ -260,7 +261,7 @@ def _exchange(step: _Step) -> Remedy | None:
 
 
 def _even_stages(step: _Step) -> Remedy | None:
-    """Each stage's actions take what the mean stage's do: the order stays."""
+    """Return the remedy of equal stages: each action takes the mean over the stages. The order stays."""
     if step.pipelines.schedule.stages == 1:
         return None
     found = step.pipelines
@@ -304,8 +305,8 @@ _REMEDIES: tuple[Callable[[_Step], Remedy | None], ...] = (
 
 
 def exchanged(found: RecordedPipelines) -> tuple[Costs, ...]:
-    """The replicas after whole micro-batches were exchanged, by what they take in all stages together
-    on cells that are not slow."""
+    """Return the replicas after exchanging whole micro-batches, by their time in all stages together on cells that are
+    not slow."""
     replicas = found.replicas
     count, stages = replicas[0].micro_batches, range(replicas[0].stages)
     names = tuple(replicas[0].tables())

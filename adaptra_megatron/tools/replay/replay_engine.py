@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay recorded steps, many at a time: steps of one graph, and several what-if questions; and find how much slower
-each cell is than its peers, step by step.
+"""Replay recorded steps, many at once: all steps of a graph, and several what-if questions. Compare cells with their
+peers.
 
-All times are numpy arrays of float64 seconds. Their last two axes are *questions* and *steps*; an axis of length 1
-stands for all. A step of 2,500 operations, 43 times and with 50 questions, takes about 0.1 s.
+Times are numpy arrays of float64 seconds. Their last two axes are *questions* and *steps*; an axis of length 1 stands
+for all. A step of 2,500 operations, 43 times and with 50 questions, takes about 0.1 s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ReplayBatch:
-    """Steps of one graph."""
+    """Steps with the same graph."""
 
     graph: StepGraph
     numbers: tuple[int, ...]
@@ -36,15 +36,15 @@ class ReplayBatch:
 
     @cached_property
     def takers(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Event of each taker, and what it waits for."""
+        """For each taker: index of its event, and the events that it waits for."""
         return tuple((index, taker.before) for index, event in enumerate(self.graph.events) for taker in event.takers)
 
 
 def batches_of(
     steps: Sequence[RecordedStep], graphs: Sequence[tuple[StepGraph, StepTimes]] | None = None
 ) -> list[ReplayBatch]:
-    """The steps by their graph, the most frequent first. `graphs`: of the steps, where they are known. Raises
-    ReplayError for no step, and as `graph_of`."""
+    """Group the steps by graph, the most frequent first. `graphs`: of the steps, if known. Raises ReplayError without
+    steps, and as `graph_of`."""
     if not steps:
         raise ReplayError("there is no step to analyse: name others with --steps")
     found: dict[StepGraph, list[tuple[int, StepTimes]]] = {}
@@ -67,16 +67,16 @@ Work = Callable[[int, ReplayEvent], Times]
 
 
 def replay(batch: ReplayBatch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
-    """Return when each event ends, [event, question, step], from the start of the step.
+    """Return the end of each event, [event, question, step], from the start of the step.
 
-    `work_s` None: what was recorded, one question. Without `launch_delays` hosts take no time, and all cells start at
-    once.
+    `work_s`: None for the recorded work, as one question. Without `launch_delays`, hosts take no time, and all cells
+    start at once.
     """
     return np.stack(np.broadcast_arrays(*_ends(batch, work_s, launch_delays)))
 
 
 def step_seconds(batch: ReplayBatch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
-    """[question, step]: until the last event has ended, as `replay`."""
+    """Return the end of the last event, [question, step], as in `replay`."""
     return reduce(np.maximum, _ends(batch, work_s, launch_delays))
 
 
@@ -100,17 +100,17 @@ def _ends(batch: ReplayBatch, work_s: Work | None, launch_delays: bool) -> list[
 
 
 STEP_CHANGE = 0.08
-"""Relative change between two parts of a recording below which they count as one: that of the report of runs."""
+"""Relative change that divides a recording, as in reports of runs."""
 _SHORTEST_PART = 2
-"""Steps that a change has to last."""
+"""Fewest steps of a part."""
 
 
 def paces_of(batches: Sequence[ReplayBatch]) -> dict[Cell, dict[int, float]]:
-    """For each cell and step, its computation over the median of the cells of its stage: of an even number, the quicker
-    of the two in the middle, so that of two cells the slow one is compared with the other and not with both.
+    """Return by cell and step the computation relative to the median of the stage's cells.
 
-    A cell that is slow by itself is so in every step; one whose micro-batches were long is not. 1 for all where there
-    is one replica: there is nothing to compare with.
+    For an even number of cells, the quicker of the middle two counts: of two cells, the slow one is compared with the
+    other. A slow cell has a high value in every step, one with long micro-batches does not. With one replica, all are
+    1.
     """
     found: dict[Cell, dict[int, float]] = {}
     for batch in batches:
@@ -124,12 +124,12 @@ def paces_of(batches: Sequence[ReplayBatch]) -> dict[Cell, dict[int, float]]:
 
 
 def slowness_of(batches: Sequence[ReplayBatch]) -> dict[Cell, float]:
-    """For each cell its pace, the median over all steps."""
+    """Return the slowness of each cell: its median over all steps."""
     return {cell: statistics.median(paces.values()) for cell, paces in paces_of(batches).items()}
 
 
 def stage_paces_of(batches: Sequence[ReplayBatch]) -> dict[int, dict[int, float]]:
-    """For each stage and step, its computation in all replicas over the mean of all stages."""
+    """Return by stage and step the computation in all replicas relative to the mean of all stages."""
     found: dict[int, dict[int, float]] = {}
     for batch in batches:
         total_s: dict[int, Times] = {}
@@ -144,9 +144,9 @@ def stage_paces_of(batches: Sequence[ReplayBatch]) -> dict[int, dict[int, float]
 
 
 def changed_at(values: Mapping[int, float]) -> int | None:
-    """The step at which `values`, by step, went from one level to another; None if they stayed at one.
+    """Return the step at which `values`, by step, changed from one level to another; None if they did not.
 
-    The levels are the medians of the two parts that fit best, by squares; each has to last two steps.
+    The levels are the medians of the two parts that fit best (least squares); each lasts at least two steps.
     """
     numbers, row = sorted(values), np.array([values[number] for number in sorted(values)])
     splits = range(_SHORTEST_PART, len(row) - _SHORTEST_PART + 1)
@@ -158,7 +158,7 @@ def changed_at(values: Mapping[int, float]) -> int | None:
 
 
 def _computed_s(batch: ReplayBatch) -> dict[Cell, Times]:
-    """Seconds of each cell's computation, by step."""
+    """Return the seconds of each cell's computation, by step."""
     found: dict[Cell, Times] = {}
     for index, event in enumerate(batch.graph.events):
         if event.optype.computes:

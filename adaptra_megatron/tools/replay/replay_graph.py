@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the graph of what waits for what in a recorded step, and for how long: the graph that a replay runs over.
+"""Build the graph of a recorded step for replays: which events wait for which, and how long they take.
 
-An *event* is what ends for all that take part in it at once: an action of one cell, a message (its send and its
-receive), or a collective. Each taker comes to it when what its cell did before is over, and a *launch delay* later,
-which is what the host needs. The event ends its *work* after the last has come. So a recorded send or receive, which
-contains the wait for the other end, is split in waiting, which a replay works out anew, and transfer, which it keeps:
-the part after the later start of the two.
+An *event* ends at the same time for all that take part in it: an action of one cell, a message (its send and its
+receive), or a collective. A *taker* is one cell's part. It is ready when its cell's earlier events have ended, plus a
+*launch delay* of the host. The event ends its *work* after the last taker is ready. So a recorded send or receive is
+split into waiting, which a replay computes anew, and transfer, which it keeps: the part after the later of both
+starts.
 
-Where sends and receives block, as stock Megatron-core's do, a cell does its operations in recorded order, those that
-started together side by side. Where they overlap computation, computation keeps its recorded order, and waits for the
-messages it needs: the n-th action that needs one has the n-th. Messages that were not recorded stand between the
-actions that must have sent and used them.
+If sends and receives block, as in stock Megatron-core, a cell runs its operations in recorded order; those that
+started together run side by side. If they overlap computation, the recorded order of computation stays, and the n-th
+action that needs a message waits for the n-th one. Messages that were not recorded are inserted between the actions
+that must have sent and used them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from adaptra_megatron.tools.replay.operations import (
     ReplayMessage,
 )
 
-# When stock Megatron-core's schedules send and receive: it follows from the order of their actions.
-# Without overlap, a cell computes nothing while it exchanges messages. 1F1B exchanges between any two actions: from
-# a forward to a backward, or back, it sends and receives in one call, since both are with the same neighbour;
-# between two of a kind it first sends, then receives. The interleaved schedule exchanges with both neighbours in one
-# call, after each forward of the warm-up, each pair of forward and backward, and each backward at the end. A call is
-# over when all its messages are, and a message when both its ends have come to it and it has been transferred.
+# Sends and receives of stock Megatron-core's schedules follow from the order of actions. Without overlap, a cell
+# computes nothing while it exchanges messages. 1F1B exchanges between any two actions. Between a forward and a backward
+# it sends and receives in one call, since both are with the same neighbour; between two of a kind it first sends, then
+# receives. The interleaved schedule exchanges with both neighbours in one call: after each forward of the warm-up, each
+# pair of forward and backward, and each backward at the end. A call ends with the last of its messages, and a message
+# when both its ends are ready and it has been transferred.
 
 
 class ReplayCall(NamedTuple):
-    """Messages that a cell exchanges at once, by the messages' places in the step."""
+    """Messages that a cell exchanges in one call, by their index in the step."""
 
     messages: tuple[int, ...]
 
@@ -52,11 +52,12 @@ class ReplayCall(NamedTuple):
 Slot = Operation | ReplayCall
 _KNOWN = (OpType.FORWARD, OpType.BACKWARD)
 _Calls = dict[Operation | None, list[ReplayCall]]
-"""The calls after each action; those before the first one at None."""
+"""Calls after each action; those before the first action at None."""
 
 
 def programs_of(step: RecordedStep) -> dict[Cell, list[Slot]]:
-    """Return what each cell does, in order. Raises ReplayError for orders that stock's schedules do not have."""
+    """Return each cell's operations and calls, in order. Raises ReplayError for orders that stock's schedules do not
+    have."""
     sent = {each.sender: index for index, each in enumerate(step.messages)}
     used = {each.user: index for index, each in enumerate(step.messages)}
     chunks = 1 + max(each.chunk for each in step.operations)
@@ -75,7 +76,7 @@ def programs_of(step: RecordedStep) -> dict[Cell, list[Slot]]:
 
 
 def _units(step: RecordedStep, actions: Sequence[Operation]) -> list[list[Operation]]:
-    """Return what the interleaved schedule computes between two exchanges."""
+    """Return the groups of actions that the interleaved schedule computes between two exchanges."""
     forward = [each.optype is OpType.FORWARD for each in actions]
     warm_up = forward.index(False) - 1 if False in forward else len(forward)
     pairs = 0
@@ -107,13 +108,13 @@ def _calls_between(
 
 
 _OVERLAP = 0.01
-"""Share of all computation that messages overlap from which on they are taken for not blocking."""
+"""Messages count as non-blocking if they overlap more than this share of all computation,"""
 _OF_MESSAGES = 0.2
-"""The same as a share of the time of messages, for quick ones never overlap much computation."""
+"""or more than this share of the time of messages: quick ones never overlap much computation."""
 
 
 _NOTHING_S = 1e-3
-"""Garbage collections that take less are left out: whether they come before or after a message is chance."""
+"""Shorter garbage collections are left out: whether they come before or after a message is chance."""
 
 
 class Taker(NamedTuple):
@@ -121,23 +122,24 @@ class Taker(NamedTuple):
 
     cell: Cell
     before: tuple[int, ...]
-    """Events that have to end first; empty at the beginning of a step."""
+    """Indices of events that have to end first; empty at the beginning of a step."""
 
 
 class ReplayEvent(NamedTuple):
-    """Node that ends at one time for all that wait for it. Steps of one graph differ in times alone."""
+    """An event: a node that ends at the same time for all that wait for it. Steps with equal graphs differ only in
+    times."""
 
     optype: OpType
-    """A message is named by its send."""
+    """Type; of a message, that of its send."""
     takers: tuple[Taker, ...]
     chunk: int = 0
     micro_batch: int = -1
     source: int = -1
-    """Stage that sends the message; -1 where it is none."""
+    """Stage that sends the message; -1 for other events."""
 
     @property
     def link(self) -> tuple[int, int] | None:
-        """From which stage to which a message goes; None for what is none."""
+        """Source and target stage of a message; None for other events."""
         if self.source < 0:
             return None
         return self.source, next(cell.stage for cell in self.cells if cell.stage != self.source)
@@ -149,35 +151,35 @@ class ReplayEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class StepGraph:
-    """Events of a step, each after those it waits for. Equal graphs can be replayed side by side."""
+    """Events of a step, each after those it waits for. Steps with equal graphs can be replayed together."""
 
     events: tuple[ReplayEvent, ...]
 
 
 class StepTimes(NamedTuple):
-    """Times that one step adds to its graph, in seconds."""
+    """Times of one step, for its graph, in seconds."""
 
     delays_s: tuple[float, ...]
     """Launch delay of each taker of each event, in the order of the graph."""
     work_s: tuple[float, ...]
-    """Duration of each event, from the moment at which the last taker has come."""
+    """Duration of each event, from when the last taker is ready."""
 
 
 _Key = tuple[str | int, ...]
-"""Type, kind of event (see `_key`), replica, stage, and what tells it from others."""
+"""Type, kind of event (see `_key`), replica, stage, and what distinguishes it from others."""
 
 
 class _Draft(NamedTuple):
-    """An event that is being put together: its operations, and the events each waits for."""
+    """An event under construction: its operations, and the events that each waits for."""
 
     operations: list[Operation]
     before: list[tuple[_Key, ...]]
     ready_s: list[float]
-    """Recorded end of what each operation's cell did before."""
+    """For each operation: recorded end of its cell's earlier events."""
 
 
 def graph_of(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
-    """The graph of `step` and its times.
+    """Return the graph of `step` and its times.
 
     Raises ReplayError for a send without a receive, or operations that wait for each other.
     """
@@ -202,7 +204,8 @@ def graph_of(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
 
 
 def _key(operation: Operation) -> _Key:
-    """The event that an operation is part of; in its second place, whether others are part of it too."""
+    """Return the key of an operation's event. Its second entry: 0 for one operation, 1 for a collective, 2 for a
+    message."""
     (replica, stage), optype, sequence = operation.cell, operation.optype, operation.sequence
     if optype.peer is not None:
         # By the sender's stage; the link wraps around where stages hold several chunks, see `_joined_around`.
@@ -219,7 +222,7 @@ def _key(operation: Operation) -> _Key:
 
 
 def blocks(cells: Iterable[Sequence[Operation]]) -> bool:
-    """Return whether cells wait for the end of each send and receive before they compute on."""
+    """Return whether cells wait for the end of each send and receive before they compute."""
     computed_s = overlapped_s = messages_s = 0.0
     for operations in cells:
         message_end_s = -math.inf
@@ -234,7 +237,7 @@ def blocks(cells: Iterable[Sequence[Operation]]) -> bool:
 
 
 _Lines = Iterable[tuple[Operation, Sequence[Operation]]]
-"""Operations of a cell, each with those of the same cell that it comes after."""
+"""Operations of a cell, each with the operations of the cell that come before it."""
 
 
 def _blocking(operations: Sequence[Operation]) -> _Lines:
@@ -248,7 +251,7 @@ def _blocking(operations: Sequence[Operation]) -> _Lines:
 
 
 def _batched(first: Operation, operation: Operation) -> bool:
-    """Return whether two neighbours are sends and receives of one call: recorded times may overlap a little anyway."""
+    """Return whether two neighbours are sends and receives of one call. Recorded times may overlap a little anyway."""
     if first.optype.peer is None or operation.optype.peer is None:
         return False
     shorter_s = min(first.duration_s, operation.duration_s)
@@ -268,7 +271,7 @@ def _overlapping(operations: Sequence[Operation], stages: int) -> _Lines:
 
 
 class _Received:
-    """What a cell received, for the actions that need it: by micro-batch where that is recorded, else in order."""
+    """Receives of a cell, for the actions that need them: by micro-batch if recorded, else in order."""
 
     def __init__(self, operations: Sequence[Operation], stages: int) -> None:
         self._stages = stages
@@ -282,7 +285,7 @@ class _Received:
                 self._in_order[each.optype].append(each)
 
     def needed_by(self, operation: Operation) -> list[Operation]:
-        """The receive that `operation` needs, if any."""
+        """Return the receive that `operation` needs, if any."""
         if operation.optype not in (OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT):
             return []
         forward = operation.optype is OpType.FORWARD
@@ -298,7 +301,7 @@ class _Received:
 
 def _assembled(step: RecordedStep, drafts: dict[_Key, _Draft]) -> tuple[StepGraph, StepTimes]:
     drafts = _joined_around(step, drafts)
-    # In an order that does not hang on when operations were recorded, so that equal steps have equal graphs.
+    # Sorted independently of the recorded times, so that equal steps have equal graphs.
     needed = {key: sorted({each for row in drafts[key].before for each in row}) for key in sorted(drafts)}
     order = _ordered(step, needed)
     number = {key: index for index, key in enumerate(order)}
@@ -322,7 +325,7 @@ def _assembled(step: RecordedStep, drafts: dict[_Key, _Draft]) -> tuple[StepGrap
 
 
 def _ordered(step: RecordedStep, needed: Mapping[_Key, Sequence[_Key]]) -> list[_Key]:
-    """All events, each after those it waits for."""
+    """Return all events, each after those it waits for."""
     try:
         return list(TopologicalSorter(needed).static_order())
     except CycleError as error:
@@ -341,11 +344,11 @@ def _described(key: _Key) -> str:
 
 
 _Line = tuple[Cell, list[_Key], float]
-"""A cell's part in an event: what it did before, and when it came; nan for a message, to which it comes at once."""
+"""A cell's part in an event: the events before it, and its start; NaN for a message, for which it is ready at once."""
 
 
 def _with_found_messages(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
-    """The graph of a step whose messages are not recorded but found."""
+    """Return the graph of a step whose messages are estimated, not recorded."""
     found = _Found(step)
     number = {key: index for index, key in enumerate(found.ready_s)}
     events, delays_s, work_s = [], [], []
@@ -372,8 +375,8 @@ def _with_found_messages(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
 
 
 def misfit_s(step: RecordedStep) -> float:
-    """By how much actions of a step whose messages are found began later or earlier than what they waited for was over:
-    the sum. Raises ReplayError as `graph_of`."""
+    """Return the sum over actions of the seconds between their start and the end of what they waited for, for
+    estimated messages. Raises ReplayError as `graph_of`."""
     found = _Found(step)
     return math.fsum(
         abs(start_s - each_s)
@@ -384,7 +387,7 @@ def misfit_s(step: RecordedStep) -> float:
 
 
 class _Found:
-    """A step's events around the messages that were found, in order, and when each taker could have come to them."""
+    """Events of a step with estimated messages, in order, and when each taker was ready."""
 
     def __init__(self, step: RecordedStep) -> None:
         self.lines, self.recorded = _lines_around_messages(step)
@@ -408,7 +411,7 @@ def _message_key(message: ReplayMessage) -> _Key:
 
 
 def _lines_around_messages(step: RecordedStep) -> tuple[dict[_Key, list[_Line]], dict[_Key, tuple[Operation, float]]]:
-    """Return who takes part in each event, and of recorded ones an operation and the end."""
+    """Return the takers of each event and, for recorded ones, an operation and the end."""
     lines: dict[_Key, list[_Line]] = {}
     lasts_s: dict[_Key, tuple[Operation, float]] = {}
     keys = [_message_key(each) for each in step.messages]
@@ -433,7 +436,8 @@ def _lines_around_messages(step: RecordedStep) -> tuple[dict[_Key, list[_Line]],
 
 
 def _end_s(operations: Sequence[Operation]) -> float:
-    """The end of an event: a batch of messages ends for its cell with the last of them, so the earlier end counts."""
+    """Return the end of an event. A batch of messages ends for its cell with the last of them, so the earlier end
+    counts."""
     return min(each.end_s for each in operations)
 
 
@@ -451,7 +455,7 @@ def _check_message(step: RecordedStep, key: _Key, operations: Sequence[Operation
 
 
 def _joined_around(step: RecordedStep, drafts: dict[_Key, _Draft]) -> dict[_Key, _Draft]:
-    """Messages that wrap around between the last stage and the first are named by where they were sent."""
+    """Merge the two ends of messages that wrap around between last and first stage, under the sending stage."""
 
     def around(key: _Key) -> _Key:
         return (*key[:3], int(key[3]) % step.stages, key[4]) if key[1] == 2 else key

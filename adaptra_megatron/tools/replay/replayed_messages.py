@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of recordings that have computation alone: which there were, and how long each was under way.
+"""Estimate messages of recordings with computation alone: which messages there were, and their transfer times.
 
-Two kinds of job are distinguished by which of them explains when actions began. Where messages overlap computation, a
-stage that waited for one began the moment it came; a message that came before it was needed is taken for as quick as
-the others of its link usually are, as far as there was time for that. Where exchanges block, as in stock Megatron-core,
-everybody waits for one slow link, and most gaps are longer than any message of their own. So a link takes what its
-quickest messages can have taken, and as few links as possible are slow: one is added to them while it explains more
-than all others do. A single message takes more only where both its ends went on later than that explains.
+Two hypotheses are compared by how well they explain the starts of actions. If messages overlap computation, a stage
+that waited for a message began when it arrived. A message that arrived earlier is assumed to be as quick as others of
+its link, as far as there was time.
+
+If exchanges block, as in stock Megatron-core, everybody waits for one slow link, and most gaps are longer than any
+message of their own. So a link gets the time of its quickest messages, with as few slow links as possible: one is
+added while it explains more than all others do. A single message gets more only if both its ends continued later than
+that explains.
 """
 
 from __future__ import annotations
@@ -30,28 +32,29 @@ from adaptra_megatron.tools.replay.operations import (
 from adaptra_megatron.tools.replay.replay_graph import ReplayCall, Slot, misfit_s, programs_of
 
 _QUICK = 0.05
-"""Share of a link's messages that may be quicker than what the link is said to take: clocks are read a little late."""
+"""Share of a link's messages that may be quicker than the link's time, since clocks are read a little late."""
 _ROUNDS = 3
-"""Rounds after which calls, whose ends hang on each other, have found their times."""
+"""Iterations after which the times of calls that depend on each other have converged."""
 _LITTLE = 0.02
-"""Share of an action by which a link's times may exceed the others' before it counts as slow."""
+"""Share of an action by which a link must be slower than others to count as slow."""
 _EXPLAINS = 0.5
-"""Share of one of its messages that a slow link has to explain of when actions began, at least."""
+"""A slow link must explain starts of actions by at least this share of one of its messages,"""
 _EXPLAINS_OF_REST = 0.02
-"""The same as a share of everything that is not explained yet."""
+"""and by this share of all that is not explained yet."""
 _SLOWER = 2.0
-"""How much longer a message may take than any that was surely waited for."""
+"""A message may take at most this many times as long as any that was certainly waited for."""
 _SAMPLE = 6
-"""Steps, and replicas, that decide whether exchanges block."""
+"""Number of steps, and of replicas, that decide whether exchanges block."""
 _CLEARLY = 0.95
-"""Blocking exchanges have to explain the starts of actions this much better."""
+"""Blocking exchanges must have a misfit below this share of the other hypothesis'."""
 
 Link = tuple[int, int, int]
 """Replica, and the stages of both ends."""
 
 
 def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The steps of one job, each with the messages that its actions must have had; with recorded ones, as they are.
+    """Return the steps of one job with the messages that their actions must have sent; recorded messages stay as they
+    are.
 
     Raises ReplayError for a step whose stages hold different numbers of chunks.
     """
@@ -67,7 +70,7 @@ def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
 
 
 def pairs_of(step: RecordedStep) -> Iterator[ReplayMessage]:
-    """The messages that the actions of `step` must have had, without their seconds. Raises ReplayError for a step
+    """Yield the messages that the actions of `step` must have sent, with 0 seconds. Raises ReplayError for a step
     whose stages hold different numbers of chunks."""
     users = {
         (each.cell, each.optype is OpType.FORWARD, each.chunk, each.micro_batch): each
@@ -96,7 +99,7 @@ def pairs_of(step: RecordedStep) -> Iterator[ReplayMessage]:
 
 
 def _block(sample: Sequence[RecordedStep]) -> bool:
-    """Return whether the job's exchanges are stock's, which block."""
+    """Return whether the job's exchanges block, as stock's do."""
     overlapping_s = blocking_s = 0.0
     for step in map(_of_some_replicas, sample):
         if not step.messages:
@@ -126,20 +129,19 @@ def _link(message: ReplayMessage) -> Link:
 
 
 def _little_s(step: RecordedStep) -> float:
-    """Return by how many seconds actions or links may differ and count as equal."""
+    """Return the seconds within which actions or links count as equal."""
     return _LITTLE * statistics.median([each.duration_s for each in step.operations if each.optype.computes] or [0.0])
 
 
 def _quick_s(rows: Mapping[Link, list[float]]) -> dict[Link, float]:
-    """Return what the quickest messages of each link take."""
+    """Return the seconds of the quickest messages of each link."""
     return {link: sorted(row)[int(_QUICK * len(row))] for link, row in rows.items() if row}
 
 
 def _overlapping(step: RecordedStep, *, even: bool = False) -> RecordedStep:
-    """`step` with the seconds of its messages, which overlap computation. `even`: each as quick
-    as its link."""
+    """Return `step` with the seconds of messages that overlap computation. `even`: all messages of a link are equal."""
     ready_s: dict[Operation, float] = {}
-    """Since when a cell had nothing else to do than the action that needs the message."""
+    """Time at which a cell had nothing left to do but the action that needs the message."""
     for operations in step.by_cell().values():
         over_s = step.start_s
         for operation in operations:
@@ -159,7 +161,8 @@ def _overlapping(step: RecordedStep, *, even: bool = False) -> RecordedStep:
     def seconds(message: ReplayMessage, room_s: float, was_waited_for: bool) -> float:
         if was_waited_for and not even:
             return room_s
-        # The user was free while the message was under way: it waited, if a message of this link can take so long.
+        # If the user was free while the message was in transit, it waited, unless no message of this link takes so
+        # long.
         waited_s = message.user.start_s - ready_s[message.user]
         if waited_s > little_s and room_s <= slowest_s.get(_link(message), 0.0):
             return room_s
@@ -173,8 +176,8 @@ def _overlapping(step: RecordedStep, *, even: bool = False) -> RecordedStep:
 
 
 def _blocking(step: RecordedStep) -> tuple[RecordedStep, RecordedStep]:
-    """`step` with the seconds of its messages, which are exchanged as stock Megatron-core does: each as quick as its
-    link; and the same with those that took longer.
+    """Return `step` with the seconds of messages that block, as in stock Megatron-core: with all messages of a link
+    equal, and with longer ones.
 
     Raises ReplayError for orders that stock does not have.
     """
@@ -196,8 +199,8 @@ def _exchanged(step: RecordedStep, seconds: Mapping[int, float]) -> RecordedStep
 
 
 def _fewest_slow_links(calls: _Exchanges, little_s: float) -> dict[Link, float]:
-    """Return the seconds of each link's messages, with as few links slower than the quickest one as explain when
-    actions began: cells wait for each other, so one slow link leaves room for others to be slow, too."""
+    """Return the seconds of each link's messages, with as few links slower than the quickest as explain the starts of
+    actions. Cells wait for each other, so one slow link leaves room for others to be slow, too."""
     most_s = calls.quickest({})
     if not most_s:
         return {}
@@ -222,15 +225,15 @@ def _fewest_slow_links(calls: _Exchanges, little_s: float) -> dict[Link, float]:
 
 
 class _Exchanges:
-    """The calls of a replica: when each end comes to a message, and when it went on."""
+    """The calls of a replica: when each end is ready for a message, and when it continued."""
 
     def __init__(self, step: RecordedStep, programs: Mapping[Cell, Sequence[Slot]]) -> None:
         self._after: dict[int, list[tuple[float, ReplayCall | None]]] = defaultdict(list)
-        """For both ends of each message: when it came there, or the call it came from."""
+        """For both ends of each message: when its cell was ready, or the call before it."""
         self._calls: list[tuple[ReplayCall, float]] = []
-        """With the moment at which its cell went on, infinity where that is not known."""
+        """Each with the time at which its cell continued; infinite if unknown."""
         self._of: dict[int, list[int]] = defaultdict(list)
-        """The calls of both ends."""
+        """The calls of both ends of each message."""
         for program in programs.values():
             before: tuple[float, ReplayCall | None] = (step.start_s, None)
             for index, slot in enumerate(program):
@@ -258,7 +261,7 @@ class _Exchanges:
         return {message: seconds.get(link, 0.0) for message, link in self._links.items()}
 
     def _ends(self, seconds: Mapping[int, float]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return when both ends of each message had come, and when it was over."""
+        """Return by message when both ends were ready, and when it ended."""
         come_s: dict[int, float] = {}
         ends_s: dict[int, float] = {}
         for message in self._order:
@@ -270,7 +273,7 @@ class _Exchanges:
         return come_s, ends_s
 
     def quickest(self, known_s: Mapping[Link, float]) -> dict[Link, float]:
-        """The longest that each link can take; `known_s`: of those that take no longer than this."""
+        """Return the longest time that each link can take. `known_s`: links with a known time."""
         found: dict[Link, float] = dict(known_s)
         for _ in range(_ROUNDS):
             come_s, _ = self._ends(self.of_links(found))
@@ -283,7 +286,7 @@ class _Exchanges:
         return found
 
     def misfit_s(self, seconds: Mapping[Link, float]) -> float:
-        """By how much cells went on later or earlier than their calls were over: the sum."""
+        """Return the sum of the seconds between the end of each call and the time at which its cell continued."""
         _, ends_s = self._ends(self.of_links(seconds))
         return math.fsum(
             abs(went_on_s - max(ends_s[one] for one in call.messages))
@@ -292,7 +295,8 @@ class _Exchanges:
         )
 
     def extended(self, seconds: Mapping[int, float], little_s: float) -> dict[int, float]:
-        """`seconds`, and more for a message that ends both its calls, if both ends went on later than that explains."""
+        """Return `seconds`, increased for a message that ends both its calls if both ends continued later than that
+        explains."""
         found = dict(seconds)
         for _ in range(_ROUNDS):
             come_s, _ = self._ends(found)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find stragglers and their cost: recorded steps replayed with some durations idealised.
+"""Find stragglers and their cost by replaying recorded steps with some durations idealised.
 
 The questions and their names are those of "Understanding Stragglers in Large Model Training Using What-if Analysis"
-(Lin et al., OSDI '25). An operation's *ideal* is the same for all of its type, over all steps, stages and replicas: the
-mean of computation, the median of everything else, which has few and long outliers. Launch delays are left out of all
-of these replays, so what slows a host down is not mixed with what slows a worker down.
+(Lin et al., OSDI '25). The *ideal* of an operation is the same for all of its type, over all steps, stages and
+replicas: the mean for computation, the median for everything else, which has few and long outliers. Launch delays are
+left out of these replays, so that slow hosts are not confused with slow workers.
 
 - The slowdown S is the time as it was over the time with every operation ideal (their equation 1).
-- S of an operation type, stage, replica or worker is the time with all others ideal over that with all ideal (2 and 4).
-- M_W is the share of the slowdown that goes away once the slowest 3% of the workers are ideal (5), M_S once the last
-  stage is. They may exceed 1: a stage that is longer than the mean leaves the others shorter than the mean.
+- S of an operation type, stage, replica or worker is the time with all others ideal over that with all ideal (2 and
+  4).
+- M_W is the share of the slowdown that disappears if the slowest 3% of the workers are ideal (5), M_S if the last
+  stage is. Both may exceed 1: a stage longer than the mean leaves the others shorter than the mean.
 """
 
 from __future__ import annotations
@@ -28,45 +29,45 @@ from adaptra_megatron.tools.replay.replay_engine import ReplayBatch, Times, Work
 from adaptra_megatron.tools.replay.replay_graph import ReplayEvent
 
 SLOWEST_WORKERS = 0.03
-"""Share of all workers that M_W takes for the slowest, at least one: the paper's."""
+"""Share of all workers that M_W idealises, at least one; as in the paper."""
 _MOST_TIMES = 1 << 24
-"""Times that are held at once: so many questions are replayed side by side."""
+"""Most times held at once, which limits the questions replayed together."""
 
 Kept = Collection[tuple[object, ...]]
-"""What a question leaves as it was: ("type", ...), ("cell", ...) and ("link", ...). An event stays if it is any of
-them, a message or a collective if any of its takers is; all others are ideal."""
+"""Names of events that a question does not idealise: ("type", ...), ("cell", ...) and ("link", ...). An event matches
+by any of its names, a message or a collective by any of its takers."""
 
 
 @dataclass(frozen=True)
 class ReplayedStragglers:
-    """Stragglers that slowed the steps, by their numbers."""
+    """Slowdowns of the steps, by cause."""
 
     numbers: tuple[int, ...]
     recorded_s: tuple[float, ...]
     replayed_s: tuple[float, ...]
-    """With launch delays: what a faithful replay makes of the recording."""
+    """Seconds by step with launch delays: the faithful replay of the recording."""
     prompt_s: tuple[float, ...]
-    """Without launch delays: what the ideal is compared with."""
+    """Seconds by step without launch delays, which the ideal is compared with."""
     ideal_s: float
-    """Mean over the steps."""
+    """Mean seconds over the steps."""
     by_optype: Mapping[OpType, float]
-    """Slowdowns: 1.05 is 5%. Largest first, in all of these."""
+    """Slowdown by operation type: 1.05 is 5%. Largest first, as in all of these."""
     by_stage: Mapping[int, float]
     by_replica: Mapping[int, float]
     by_worker: Mapping[Cell, float]
     by_link: Mapping[tuple[int, int], float]
-    """The same of messages from stage to stage."""
+    """The same for messages, by source and target stage."""
     workers_share: float
     """M_W."""
     last_stage_share: float
     """M_S."""
     lengths_share: float
-    """Share of the slowdown that goes away once all micro-batches of a stage and step take equally long: theirs is the
-    paper's third root cause, long and short sequences. Cells that are slow by themselves stay so."""
+    """Share of the slowdown that disappears if all micro-batches of a stage and step take equally long: the paper's
+    third root cause, long and short sequences. Slow cells stay slow."""
     slowest_workers: tuple[Cell, ...]
-    """Those that M_W idealises."""
+    """The workers that M_W idealises."""
     messages_slowdown: float
-    """The time as it was over that with messages that take none: where all links are slow alike, none is by itself."""
+    """Time as it was over the time with messages that take none: shows links that are all equally slow."""
 
     @cached_property
     def slowdown(self) -> float:
@@ -75,12 +76,12 @@ class ReplayedStragglers:
 
     @cached_property
     def launch_slowdown(self) -> float:
-        """Return what hosts that issue late cost: as recorded, over without launch delays."""
+        """Cost of hosts that launch late: time with launch delays over time without."""
         return _mean(self.replayed_s) / _mean(self.prompt_s)
 
     @cached_property
     def replay_errors(self) -> tuple[float, ...]:
-        """Per step: the replay's time over the recorded one, less 1."""
+        """By step: replayed over recorded time, minus 1."""
         return tuple(
             replayed / recorded - 1.0 for replayed, recorded in zip(self.replayed_s, self.recorded_s, strict=True)
         )
@@ -89,8 +90,8 @@ class ReplayedStragglers:
 def stragglers_of(
     steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch], ideal_by_optype: Mapping[OpType, float] | None = None
 ) -> ReplayedStragglers:
-    """Return what slowed `steps`, at least one, of which `batches` are made. `ideal_by_optype`: for some steps of a
-    recording, the ideals of all. Raises ReplayError if nothing takes any time."""
+    """Return what slowed `steps`, at least one, which `batches` contain. `ideal_by_optype`: ideals of the whole
+    recording, if `steps` are a part of it. Raises ReplayError if nothing takes any time."""
     job = _Questions(batches, ideal_by_optype or ideal_seconds(steps, batches))
     cells = sorted({cell for batch in batches for event in batch.graph.events for cell in event.cells})
     stages, replicas = sorted({cell.stage for cell in cells}), sorted({cell.replica for cell in cells})
@@ -146,13 +147,13 @@ _Each = TypeVar("_Each")
 
 
 def _largest_first(names: Sequence[_Each], seconds: Iterator[float], ideal_s: float) -> dict[_Each, float]:
-    """The slowdown of each, whose seconds come next."""
+    """Return the slowdown of each name, largest first. `seconds`: yields its seconds next."""
     found = [(name, next(seconds) / ideal_s) for name in names]
     return dict(sorted(found, key=lambda entry: -entry[1]))
 
 
 def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch]) -> dict[OpType, float]:
-    """The ideal of each type: over all steps, of which `batches` are made, stages and replicas."""
+    """Return the ideal seconds of each type, over all steps (which `batches` contain), stages and replicas."""
     found: dict[OpType, list[Times]] = {}
     links: dict[OpType, set[tuple[int, int] | None]] = {}
     for batch in batches:
@@ -161,8 +162,8 @@ def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch])
             links.setdefault(event.optype, set()).add(event.link)
     ideals = {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
     if steps[0].messages:
-        # Two stages have one link each way: what is slow one way shows by comparison with the other, for
-        # gradients are as large as activations. Recorded messages keep the paper's ideals.
+        # Two stages have one link in each direction. Gradients are as large as activations, so the quicker direction is
+        # the ideal of both. Recorded messages keep the paper's ideals.
         ways = [optype for optype in (OpType.FORWARD_SEND, OpType.BACKWARD_SEND) if optype in ideals]
         ideals |= dict.fromkeys(ways, min(ideals[optype] for optype in ways))
     return ideals
@@ -171,7 +172,7 @@ def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[ReplayBatch])
 def _ideal_s(optype: OpType, seconds: Times, links: int) -> float:
     if optype.computes:
         return float(np.mean(seconds))
-    # Of an even number of links, half may be slow: the ideal is one of the others', and nothing in between.
+    # For an even number of links, half may be slow: the ideal is that of one of the others, not a mean of both.
     return float(np.percentile(seconds, 50, method="lower") if links % 2 == 0 else np.median(seconds))
 
 
@@ -183,7 +184,7 @@ class _Questions:
         self.ideal_s = ideal_s
 
     def seconds(self, kept: Sequence[Kept]) -> list[list[float]]:
-        """For each question, seconds of each step, by number of the step."""
+        """Return by question the seconds of each step, in order of step numbers."""
         largest = max(len(batch.graph.events) * len(batch.numbers) for batch in self._batches)
         at_once = max(1, _MOST_TIMES // largest)
         found: list[list[float]] = []
@@ -198,14 +199,14 @@ class _Questions:
         return found
 
     def as_recorded(self, numbers: Iterable[int]) -> tuple[float, ...]:
-        """Seconds of each step, with launch delays."""
+        """Return the seconds of each step, with launch delays."""
         by_step: dict[int, float] = {}
         for batch in self._batches:
             by_step |= dict(zip(batch.numbers, map(float, step_seconds(batch)[0]), strict=True))
         return tuple(by_step[number] for number in numbers)
 
     def even_micro_batches(self) -> list[float]:
-        """Seconds of each step if all micro-batches of a stage took what they do on the mean."""
+        """Return the seconds of each step if all micro-batches of a stage took their mean."""
         slowness = slowness_of(self._batches)
         found: list[float] = []
         for batch in self._batches:
@@ -218,7 +219,7 @@ class _Questions:
         return found
 
     def without_messages(self) -> list[float]:
-        """Seconds of each step if messages took no time."""
+        """Return the seconds of each step if messages took no time."""
         found: list[float] = []
         for batch in self._batches:
 
@@ -235,7 +236,7 @@ class _Questions:
             for name in names:
                 asking.setdefault(name, []).append(question)
         keeps: dict[object, Times] = {}
-        """By what a question may ask of an event: its micro-batch is no part of it."""
+        """By everything that a question can ask of an event; its micro-batch is no part of it."""
 
         def work_s(index: int, event: ReplayEvent) -> Times:
             asked = event.optype, event.takers[0].cell, event.takers[-1].cell, len(event.takers), event.source

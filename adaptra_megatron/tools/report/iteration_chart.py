@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Geometry of the chart of iteration times, its numbered marks, and the table of events that they stand for."""
+"""Lay out the chart of iteration times, its numbered marks, and the table of the marked events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord
 from adaptra_megatron.tools.report.report_findings import PartFinding
 
 _MOST_DOTS = 400
-"""Most iterations that are drawn as dots; with more of them, the line alone is drawn."""
+"""Most iterations that are drawn as dots; of more, only the line is drawn."""
 _MOST_POINTS = 2000
 
 
@@ -46,7 +46,7 @@ class Mark:
 
 
 class IterationChart:
-    """Positions are in units of the drawing; y counts from the top."""
+    """Layout of the chart. Positions are in units of the drawing; y counts from the top."""
 
     width, height = 900, 300
     left, right, top, bottom = 72, 888, 34, 260
@@ -56,8 +56,8 @@ class IterationChart:
     def __init__(
         self, run: RunRecord, slow: Sequence[tuple[int, int]], marks: Sequence[Mark], counted: str = "iteration"
     ) -> None:
-        """`slow`: first and last iterations, in numbers, of the times when a link was slow. `counted`: what the
-        recording calls an iteration."""
+        """Set up. `slow`: first and last iteration of each period in which a link was slow. `counted`: the recording's
+        word for an iteration."""
         self.slow = slow
         self.counted = counted
         self._marks = sorted(marks, key=lambda mark: mark.iteration)
@@ -73,18 +73,18 @@ class IterationChart:
         self.iteration_ticks = range(-(-self._first // step) * step, self._last + 1, step)
 
     def x(self, number: float) -> float:
-        """Position of an iteration; of its beginning, half an iteration less."""
+        """Return the x position of an iteration (its middle; it begins half an iteration earlier)."""
         share = (number - self._first + 0.5) / (self._last - self._first + 1)
         return self.left + (self.right - self.left) * share
 
     def y(self, seconds: float) -> float:
-        """Position of an iteration time."""
+        """Return the y position of an iteration time."""
         return self.bottom - (self.bottom - self.top) * seconds / self.time_ticks_s[-1]
 
     @property
     def flags(self) -> Iterator[tuple[Mark, float, float]]:
-        """Marks, their x, and the left edges of their flags, which move to the right where they would overlap. The
-        last ones are left out where there is no room for them: the table of events has all."""
+        """Yield the marks, their x, and the left edges of their flags, which move right if they would overlap. Marks
+        without room are left out; the table of events has them all."""
         taken_to = -math.inf
         for mark in self._marks:
             at = self.x(self._within(mark.iteration) - 0.5)
@@ -95,7 +95,7 @@ class IterationChart:
             yield mark, at, left
 
     def _bounds(self, run: RunRecord) -> list[tuple[int, int, float]]:
-        """Proven lower bounds, each with its first iteration and the one at which it ends, as far as plans say."""
+        """Return the proven lower bounds of plans: first iteration, end, seconds."""
         found: dict[int, float] = {}
         for stamped in run.own_events:
             event = stamped.event
@@ -108,27 +108,27 @@ class IterationChart:
 
 
 def _drawn(iterations: Sequence[RunIteration]) -> Sequence[RunIteration]:
-    """The iterations to draw: all, or the longest of each few in a row where there are very many."""
+    """Return the iterations to draw: all, or the longest of each group if there are very many."""
     few = -(-len(iterations) // _MOST_POINTS)
     return [max(iterations[at : at + few], key=lambda entry: entry.seconds) for at in range(0, len(iterations), few)]
 
 
 def round_step(rough: float, factors: Sequence[float]) -> float:
-    """The least round number that is not less than `rough`: one of `factors` times a power of ten."""
+    """Return the smallest round number that is at least `rough`: one of `factors` times a power of ten."""
     magnitude = 10.0 ** math.floor(math.log10(rough))
     return next(magnitude * factor for factor in factors if magnitude * factor >= rough)
 
 
 ALIKE = 3
-"""Iterations within which findings of one cable are one row."""
+"""Iterations within which findings on one cable share a row."""
 
 
 class EventRow(NamedTuple):
-    """One event, in words."""
+    """One event, as text."""
 
     mark: Mark | None
     replica: str
-    """Replica of the rank that logged it; "" in a job of one replica."""
+    """Replica of the rank that logged it; "" in a job with one replica."""
     iteration: str
     time: str
     """Hours, minutes and seconds since the first event of the log."""
@@ -139,7 +139,7 @@ class EventRow(NamedTuple):
 
 
 def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow]:
-    """The events that are news, in order of time; none of a run without a log."""
+    """Return the rows of events worth showing, by time; empty for a run without a log."""
     effects = {
         found.stamp: change_of_seconds(before.seconds, after.seconds)
         for before, after in pairwise(findings)
@@ -164,8 +164,7 @@ def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow
 
 
 def _once(events: Iterable[StampedEvent]) -> list[tuple[StampedEvent, list[LinkDetection]]]:
-    """`events` without those that say again what was found of a cable up to ALIKE iterations before; each with all that
-    say it."""
+    """Return `events`, each with all findings on links that share its row: of one cable, within ALIKE iterations."""
     found: list[tuple[StampedEvent, list[LinkDetection]]] = []
     latest: dict[object, int] = {}
     for stamped in events:
@@ -184,7 +183,7 @@ def _once(events: Iterable[StampedEvent]) -> list[tuple[StampedEvent, list[LinkD
 
 
 def worth_a_row(found: StampedEvent) -> bool:
-    """Return whether an event is news: a plan that was not adopted is only where something had been found."""
+    """Return whether the event gets a row. A plan that was not adopted does only if a detection triggered it."""
     event = found.event
     if isinstance(event, PlanMade):
         return event.adopted or event.findings > 0
@@ -194,7 +193,7 @@ def worth_a_row(found: StampedEvent) -> bool:
 
 
 def _tone(event: Event) -> str | None:
-    """The colour of an event's mark; None: it has no mark."""
+    """Return the colour of an event's mark; None if it has no mark."""
     if isinstance(event, (LinkDetection, StageDetection, StragglerDetection)):
         return "good" if event.after == "healthy" else "bad"
     if isinstance(event, PlanSwitched):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write traces that open in Perfetto (ui.perfetto.dev): as Chrome trace JSON, or in Perfetto's own format.
+"""Write traces for Perfetto (ui.perfetto.dev), as Chrome trace JSON or in Perfetto's own format.
 
-One process per pipeline stage, two threads per rank: what it computes, under one slice per iteration, and what it waits
-for; counters of the activations that each rank holds, and of what messages of each link took. Arrows follow the
-messages from the action that sent them to the action that used them. Perfetto colours slices by their name without
-numbers, so "F 3" and "F 4" share a colour; `cname` does the same for chrome://tracing.
+There is one process per pipeline stage, and two threads per rank: its actions, under one slice per iteration, and its
+waits. Counters show the activations that each rank holds, and the time of messages on each link. Arrows lead from the
+action that sent a message to the one that used it. Perfetto colours slices by their name without numbers, so "F 3" and
+"F 4" share a colour; `cname` does the same for chrome://tracing.
 
-Perfetto's own format, protocol buffers, is smaller, opens faster and knows the time of day. It needs the package
-perfetto (`pip install 'adaptra-megatron[perfetto]'`), imported when a trace is written. A flow has no name there, so
-actions say the links that they send and receive by; events of the whole run have a track of their own.
+Perfetto's own format, protocol buffers, is smaller, opens faster and has the time of day. It needs the package
+perfetto (`pip install 'adaptra-megatron[perfetto]'`), imported when a trace is written. Its flows have no names, so
+actions name the links of their messages. Events of the whole run have a track of their own.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceError, read
 SUFFIXES = (".pftrace", ".perfetto-trace")
 HAPPENED = "findings, plans and faults"
 _SEQUENCE = 1
-"""All packets are of one writer."""
+"""Number of the one writer of all packets."""
 
 _Event = Mapping[str, Any]
 
 
 class Package(NamedTuple):
-    """Part of the package perfetto that is used."""
+    """The used part of the package perfetto."""
 
     messages: Any
     builder: Callable[[IO[bytes]], Any]
 
 
 def perfetto_package() -> Package:
-    """The package. Raises trace.TraceError where it is not installed."""
+    """Return the package. Raises TraceError if it is not installed."""
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
         from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
@@ -53,9 +53,10 @@ def perfetto_package() -> Package:
 
 
 def write_packets(package: Package, file: IO[bytes], events: Iterable[_Event], base_ns: int | None = None) -> None:
-    """Write the `events` of `perfetto.chrome_trace` as a trace. `base_ns`: when its time 0 was, since the epoch.
+    """Write the `events` of `chrome_trace` in Perfetto's format. `base_ns`: their time 0, in nanoseconds since the
+    epoch.
 
-    Raises OSError where `file` cannot be written.
+    Raises OSError if `file` cannot be written.
     """
     messages, builder = package.messages, package.builder(file)
     if base_ns is not None:
@@ -69,12 +70,12 @@ def write_packets(package: Package, file: IO[bytes], events: Iterable[_Event], b
 
 
 class _Packets:
-    """Those of one trace. Their order matters at equal times alone: a slice ends before the next one begins."""
+    """Packets of one trace. Their order only matters at equal times: a slice ends before the next one begins."""
 
     def __init__(self, messages: Any, events: list[_Event]) -> None:
         self._messages, self._events = messages, events
         self._tracks: dict[Hashable, int] = {}
-        """Numbers of those that have been described."""
+        """Numbers of the described tracks."""
 
     def all(self) -> Iterator[Any]:
         yield from self._described()
@@ -91,13 +92,13 @@ class _Packets:
             yield from self._slices(self._tracks[thread], slices, flows)
 
     def _track(self, key: Hashable, **described: Any) -> Any:
-        """The packet that describes a track."""
+        """Return the packet that describes a new track."""
         self._tracks[key] = len(self._tracks) + 1
         descriptor = self._messages.TrackDescriptor(uuid=self._tracks[key], **described)
         return self._messages.TracePacket(track_descriptor=descriptor)
 
     def _described(self) -> Iterator[Any]:
-        """Stages and ranks, by their names and in their order."""
+        """Yield the descriptions of stages and ranks."""
         found: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         for event in self._events:
             if event["ph"] == "M":
@@ -114,7 +115,7 @@ class _Packets:
                 yield self._track(process, process=described)
 
     def _event(self, kind: str, event: _Event, time_ns: int, track: int, **more: Any) -> Any:
-        """A packet of an event that is shown on `track`."""
+        """Return the packet of an event on `track`."""
         found = self._messages.TrackEvent(type=f"TYPE_{kind}", track_uuid=track, **more)
         if kind in ("SLICE_BEGIN", "INSTANT"):
             found.name = event["name"]
@@ -139,7 +140,7 @@ class _Packets:
         yield self._event("INSTANT", event, _ns(event["ts"]), self._tracks[HAPPENED])
 
     def _flows(self) -> dict[tuple[str, int, int, int], list[_Event]]:
-        """Ends of arrows by phase, process, thread, and moment: of a message's sending, when its action ended."""
+        """Return the ends of arrows by phase, process, thread and time (at the sender, the end of its action)."""
         found = defaultdict(list)
         for event in self._events:
             if event["ph"] in "sf":
@@ -150,7 +151,7 @@ class _Packets:
     def _slices(
         self, track: int, slices: list[_Event], flows: Mapping[tuple[str, int, int, int], list[_Event]]
     ) -> Iterator[Any]:
-        """Slices of one thread, which nest, by their beginnings."""
+        """Yield the packets of one thread's slices, given by start; they may nest."""
         open_slices: list[tuple[int, _Event]] = []
         for event in slices:
             start_ns = _ns(event["ts"])
@@ -182,13 +183,13 @@ Event = dict[str, Any]
 
 _CHROME_COLOURS = {"F": "rail_response", "B": "rail_animation", "I": "rail_animation", "W": "rail_idle"}
 _USERS_OF = {"F": ("F",), "B": ("I", "B"), "I": ("I", "B"), "W": ()}
-"""Which kinds use the message an action sends."""
+"""Kinds of actions that use the message of a kind."""
 _SHORTEST_WAIT_S = 20e-6
-"""Shorter waits are the price of asking whether the message is there, and would only fill the file."""
+"""Shorter waits are only the cost of asking for the message: they are left out."""
 
 
 class _Numbers(NamedTuple):
-    """Process and thread numbers, above 0 (0 is the idle process to trace viewers) and unique over runs."""
+    """Process and thread numbers, unique over runs. Above 0, which trace viewers take for the idle process."""
 
     run: int
 
@@ -203,7 +204,7 @@ class _Numbers(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """Something that happened to the whole run."""
+    """An event of the whole run."""
 
     time_s: float
     """On the clock of the records."""
@@ -219,11 +220,11 @@ def chrome_trace(
     instants: Iterable[Instant] = (),
     wall_clock_offset_s: float | None = None,
 ) -> Event:
-    """The trace document of one run. `wall_clock_offset_s`: what to add to times of records to get seconds since the
-    epoch; where it is there, the document says when its time 0 was, as those of torch.profiler do.
+    """Return the trace document of one run. `wall_clock_offset_s`: seconds to add to times of records to get seconds
+    since the epoch; if given, the document has its time 0 in it, as those of torch.profiler.
 
-    Its time 0 is the run's first action, so several runs, each with a `label` and a number `run` of its own, can be
-    put next to each other in one file by `write_trace`.
+    Time 0 is the run's first action, so `write_trace` can put several runs into one file for comparison, each with its
+    `label` and number `run`.
     """
     numbers = _Numbers(run)
     records = [record for rank in ranks for record in rank.records]
@@ -255,10 +256,10 @@ def chrome_trace(
 
 
 def write_trace(path: Path | str, *documents: Event) -> Path:
-    """Write the events of all `documents` (at least one) as one trace, compressed if the name ends in .gz; returns the
-    path. In Perfetto's own format if it ends in one of native_trace.SUFFIXES before that, otherwise JSON.
+    """Write the events of all `documents` (at least one) as one trace, and return its path. A name in .gz is
+    compressed. A name in one of SUFFIXES (before .gz) means Perfetto's own format, any other JSON.
 
-    Raises OSError if it cannot be written, and trace.TraceError where its own format needs a package that is not there.
+    Raises OSError if it cannot be written, TraceError if the format needs a missing package.
     """
     path = Path(path)
     events = [event for document in documents for event in document["traceEvents"]]
@@ -280,10 +281,10 @@ def merge_traces(
     instants: Iterable[Instant] = (),
     wall_clock_offset_s: float | None = None,
 ) -> Path:
-    """Join the files of all ranks in `directory` into one trace, `directory/trace.json.gz` unless `output` is given.
-    The others: as for `chrome_trace`.
+    """Merge the files of all ranks in `directory` into one trace, `directory/trace.json.gz` unless `output` is given.
+    Other arguments: see `chrome_trace`.
 
-    Raises trace.TraceError if there are no files or one is damaged, OSError if `output` cannot be written.
+    Raises TraceError if there are no files or one is damaged, OSError if `output` cannot be written.
     """
     output = Path(directory) / "trace.json.gz" if output is None else Path(output)
     document = chrome_trace(read_traces(directory), instants=instants, wall_clock_offset_s=wall_clock_offset_s)
@@ -303,7 +304,7 @@ def _names(rank: RankTrace, label: str, numbers: _Numbers) -> Iterator[Event]:
 
 
 def _slice(name: str, category: str, process: int, thread: int, origin_s: float, start_s: float, end_s: float) -> Event:
-    """A complete event. Both ends are rounded before the difference is taken, so that neighbours never overlap."""
+    """Return a complete event. Both ends are rounded before subtraction, so that neighbours never overlap."""
     start_ns, end_ns = round((start_s - origin_s) * 1e9), round((end_s - origin_s) * 1e9)
     return {
         "ph": "X",
@@ -346,9 +347,9 @@ def _iteration_slices(records: Sequence[ActionRecord], origin_s: float, process:
 
 
 def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _Numbers) -> Iterator[Event]:
-    """A pair of flow events per message: from the end of the sending action to the start of the one that used it.
+    """Yield a pair of flow events per message: the end of the sending action, and the start of the using one.
 
-    The ranks of one stage are taken in order, so the first replica's stages are joined to each other, and so on.
+    Ranks of one stage are taken in order: the first ranks of all stages form the first pipeline, and so on.
     """
     replicas: dict[int, list[RankTrace]] = defaultdict(list)
     for rank in ranks:
@@ -390,7 +391,7 @@ def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _
 
 
 def _arrivals(ranks: Sequence[RankTrace]) -> dict[tuple[int, int, str, int, int], float]:
-    """Return arrival times, by receiving rank, iteration, kind, chunk of the consuming action, micro-batch."""
+    """Return arrival times by receiving rank, iteration, kind, chunk of the using action, and micro-batch."""
     return {
         (rank.rank, each.iteration, each.kind, each.chunk, each.micro_batch): each.arrived_s
         for rank in ranks
@@ -399,7 +400,8 @@ def _arrivals(ranks: Sequence[RankTrace]) -> dict[tuple[int, int, str, int, int]
 
 
 def _activations_held(rank: RankTrace, origin_s: float, process: int) -> Iterator[Event]:
-    """A value whenever the number of micro-batches changes whose forward has begun and whose gradients are not done."""
+    """Yield a value at each change of the number of activations held: from the start of the forward to the end of the
+    gradients."""
     split = {(each.iteration, each.chunk, each.micro_batch) for each in rank.records if each.kind == "W"}
     changes = []
     for record in rank.records:
@@ -438,7 +440,7 @@ def _instant(instant: Instant, origin_s: float, process: int, thread: int) -> Ev
 
 
 def _flow(phase: str, link: str, number: int, time_s: float, process: int, thread: int, shift_ns: int) -> Event:
-    """One end of an arrow, moved by `shift_ns` to lie inside its slice (the end of a slice is already outside)."""
+    """Return one end of an arrow, shifted by `shift_ns` into its slice (which does not contain its own end)."""
     event = {"ph": phase, "id": number, "name": link, "cat": "message", "pid": process, "tid": thread}
     event["ts"] = (round(time_s * 1e9) + shift_ns) / 1000
     return {**event, "bp": "e"} if phase == "f" else event

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what a report says of a run's parts: where time went, what links took, what a link's delay costs; and which
-parts, and which changes between parts, are alike."""
+"""Find what a report says of a run's parts: use of time, messages of links, cost of their delays. Group similar parts
+and changes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from adaptra_megatron.tools.report.waiting import Cause, CauseKind, Flight, Iter
 Link = tuple[int, int]
 
 MOST_RECORDS = 300_000
-"""Records to analyse in all: seconds of work; of longer runs, each part is known by fewer iterations."""
+"""Most records analysed in total, which takes seconds; of a longer run, fewer iterations of each part are used."""
 SLOW_SHARE = 0.25
-"""A link counts as slow where three of four messages take more of a mean action's time."""
+"""A link counts as slow if three of four messages take more than this share of a mean action."""
 CREDIBLE = 0.1
-"""A model of an iteration that is further from its measured time is not asked what would be if."""
+"""If a model of an iteration differs more from its measured time, no what-if question is asked."""
 
 
 class Use(str, enum.Enum):
-    """Use of a stage's time. In the order in which charts stack them."""
+    """Use of a stage's time, in the order in which charts stack them."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -52,30 +52,30 @@ class LinkFinding:
     """One directed link during one part."""
 
     median_s: float
-    """From the end of the sending action to the arrival."""
+    """Seconds from the end of the sending action to the arrival."""
     worst_s: float
     messages: int
     idle_share: float
-    """Share of all stages' time, idle while a message of this link was under way and nothing else was missing."""
+    """Share of all stages' time that was idle because a message of this link was in transit."""
     slow: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartFinding:
-    """One part of a run. Times are means over the iterations looked at and, unless per stage, over the stages; there
-    are none of a part of which nothing was traced."""
+    """One part of a run. Times are means over the analysed iterations and, unless per stage, over the stages. They are
+    empty if none was traced."""
 
     part: Part
     use_s: Mapping[Use, float]
-    """Seconds of an iteration; they add up to its time."""
+    """Seconds of an iteration by use; they add up to its time."""
     stage_use_s: tuple[Mapping[Use, float], ...]
     causes: Mapping[Cause, float]
-    """Idle share of all stages' time by cause, in the middle of the iteration or at its start; largest first."""
+    """Idle share of all stages' time by cause, without the drain; largest first."""
     links: Mapping[Link, LinkFinding]
     without: Mapping[Link, float]
-    """Seconds of an iteration, in this order of actions, if both directions of a slow pair (a < b) took no time."""
+    """Seconds of an iteration in the same order of actions if a slow pair of stages (a < b) had no delay."""
     alike: int = 0
-    """Number of other parts that this one stands for."""
+    """Number of similar parts that this one represents."""
 
     @property
     def seconds(self) -> float:
@@ -83,28 +83,28 @@ class PartFinding:
 
     @property
     def traced(self) -> bool:
-        """Return whether more is known than the times of iterations."""
+        """Whether iterations were traced, and not only timed."""
         return bool(self.use_s)
 
     @property
     def idle_share(self) -> float:
-        """Share of all stages' time, 0..1, in the part that was traced."""
+        """Idle share of all stages' time, 0..1, in traced iterations."""
         total_s = sum(self.use_s.values())
         return sum(seconds for use, seconds in self.use_s.items() if use.idle) / total_s
 
     def share(self, use: Use) -> float:
-        """Share of all stages' time that went into `use`, 0..1."""
+        """Return the share of all stages' time that went into `use`, 0..1."""
         return self.use_s.get(use, 0.0) / sum(self.use_s.values())
 
     @property
     def slow_links(self) -> list[Link]:
-        """The slowest first."""
+        """Slow links, the slowest first."""
         slow = [link for link, found in self.links.items() if found.slow]
         return sorted(slow, key=lambda link: -self.links[link].median_s)
 
 
 def use_of(phase: WaitingPhase, cause: Cause) -> Use:
-    """The heading that an idle period comes under."""
+    """Return the use that an idle period counts as."""
     if cause.kind is CauseKind.LINK:
         return Use.LINK
     if phase is WaitingPhase.END:
@@ -115,7 +115,7 @@ def use_of(phase: WaitingPhase, cause: Cause) -> Use:
 
 
 def find(run: RunRecord, progress: Progress | None = None) -> list[PartFinding]:
-    """A finding for each part of `run`."""
+    """Return a finding for each part of `run`."""
     largest = max((len(iteration.records) for iteration in run.iterations), default=0)
     each = max(1, int(MOST_RECORDS / max(1, largest) / max(1, len(run.parts))))
     found = []
@@ -127,8 +127,8 @@ def find(run: RunRecord, progress: Progress | None = None) -> list[PartFinding]:
 
 
 def saved_seconds(findings: Sequence[PartFinding]) -> float:
-    """Return the seconds that plan switches saved: each until the next change, against the iterations right before
-    it."""
+    """Return the seconds that plan switches saved: each until the next change, compared with the iterations just
+    before."""
     return sum(
         max(0.0, before.seconds - after.seconds) * len(after.part.iterations)
         for before, after in pairwise(findings)
@@ -171,7 +171,7 @@ def _finding(part: Part, most: int) -> PartFinding:
 
 
 def _spread(part: Part, most: int) -> Sequence[RunIteration]:
-    """At most `most` iterations of typical length, and evenly spread."""
+    """Return at most `most` iterations of typical length, evenly spread."""
     near = [entry for entry in part.traced if abs(entry.seconds / part.seconds - 1.0) < 0.1] or [part.typical]
     return near[:: -(-len(near) // most)]
 
@@ -190,14 +190,14 @@ def _link_finding(flights: Sequence[Flight], link: Link, causes: Mapping[Cause, 
 
 
 def _credible(links: Mapping[Link, LinkFinding]) -> dict[Link, LinkFinding]:
-    """`links` where arrivals are not known, as of stock: a receive that is bound to a send of the other direction ends
-    as late as that, so a link counts as slow only if it is so in both directions."""
+    """Return `links` for traces without arrivals, as of stock. There, a receive that is bound to a send in the other
+    direction ends with that, so a link counts as slow only if it is slow in both directions."""
     slow = {link for link, found in links.items() if found.slow}
     return {link: replace(found, slow=found.slow and link[::-1] in slow) for link, found in links.items()}
 
 
 def _without_delays(iteration: RunIteration, links: Mapping[Link, LinkFinding]) -> dict[Link, float]:
-    """Simulates the iteration's own order with its own times, and again without the delay of each slow pair."""
+    """Return the time without the delay of each slow pair: simulations of the iteration's order with its own times."""
     pairs = {(min(link), max(link)) for link, found in links.items() if found.slow}
     if not pairs:
         return {}
@@ -217,7 +217,7 @@ def _without_delays(iteration: RunIteration, links: Mapping[Link, LinkFinding]) 
 
 
 def schedule_of(iteration: RunIteration) -> Schedule:
-    """The order of actions that ran."""
+    """Return the order of actions that ran."""
     stages = 1 + max(record.stage for record in iteration.records)
     orders: list[list[Action]] = [[] for _ in range(stages)]
     for record in iteration.records:
@@ -231,7 +231,7 @@ def schedule_of(iteration: RunIteration) -> Schedule:
 
 
 def costs_of(iteration: RunIteration, schedule: Schedule, delays_s: Mapping[Link, float]) -> Costs:
-    """Return what the iteration's actions took, by stage and chunk. Raises CostError for actions that are missing."""
+    """Return the costs from the iteration's actions. Raises CostError if actions are missing."""
     seconds: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     for record in iteration.records:
         seconds[record.stage, record.chunk, record.kind].append(record.compute_s)
@@ -252,21 +252,22 @@ def costs_of(iteration: RunIteration, schedule: Schedule, delays_s: Mapping[Link
 
 
 def _mean(seconds: Mapping[tuple[int, int, str], list[float]], stage: int, chunk: int, kinds: Iterable[str]) -> float:
-    """Mean seconds of the first of `kinds` that ran; 0 if none did."""
+    """Return the mean seconds of the first of `kinds` that ran; 0 if none did."""
     return next((mean(seconds[stage, chunk, kind]) for kind in kinds if seconds.get((stage, chunk, kind))), 0.0)
 
 
 ALIKE = 0.05
-"""Relative difference of iteration times, or of idle shares, up to which parts of a run are alike."""
+"""Relative difference of iteration times, or difference of idle shares, up to which parts count as similar."""
 LEAST_TIMES = 3
 MOST_PARTS_ALONE = 8
-"""Parts up to which each is shown, whatever it is like."""
+"""Number of parts up to which all are shown."""
 Change = tuple[PartFinding, PartFinding]
 """A part of the run and the next one."""
 
 
 def distinct(findings: Sequence[PartFinding]) -> list[PartFinding]:
-    """The first of each kind of part, with the number of others like it, and the last part; all of a short run."""
+    """Return the first of each group of similar parts, with the number of others, and the last part; all of a short
+    run."""
     if len(findings) <= MOST_PARTS_ALONE:
         return list(findings)
     kinds: list[PartFinding] = []
@@ -280,7 +281,7 @@ def distinct(findings: Sequence[PartFinding]) -> list[PartFinding]:
 
 
 def repetitions(changes: Sequence[Change]) -> list[list[Change]]:
-    """Changes of iteration time that come at least `LEAST_TIMES` times, the most frequent first."""
+    """Return the changes of iteration time that occur at least `LEAST_TIMES` times, the most frequent first."""
     groups: list[list[Change]] = []
     for change in changes:
         group = next((group for group in groups if _same_change(group[0], change)), None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a run's findings on one HTML page that needs nothing but itself: no network, no other file.
+"""Write a run's report as one HTML page that needs no network and no other file.
 
-What the page says is prepared here; how it looks is in `templates/`, one Jinja template per section of the page, with
-its style and its script next to them. Timelines alone are drawn in Python: bars of one colour are one long path.
+This module prepares the content. `templates/` has one Jinja template per section, and the style and the script. Only
+timelines are drawn in Python: bars of one colour are one long path.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from adaptra_megatron.tools.report.timelines import (
 MOST_EVENTS = 300
 MOST_LINKS = 24
 MOST_PARTS = 40
-"""Parts of the run in bars and tables."""
+"""Most parts of the run in bars and tables."""
 MOST_TIMELINES = 8
 MOST_MISSING = 12
-"""Sentences about what is missing."""
+"""Most sentences on missing data."""
 
 
 class MissingIterationError(ValueError):
-    """An iteration that the trace does not have; names those that it has."""
+    """An iteration that is not in the trace. Names those that are."""
 
 
 def report_page(
@@ -55,7 +55,7 @@ def report_page(
     title: str = "",
     progress: Progress | None = None,
 ) -> str:
-    """The page. `iterations`: which timelines to draw; None: a typical one of each part of the run.
+    """Return the page. `iterations`: the timelines to draw; None: a typical one of each part of the run.
 
     Raises MissingIterationError if one of `iterations` is not in the trace.
     """
@@ -102,7 +102,7 @@ def report_page(
 
 
 def page_environment() -> Environment:
-    """Return where the parts of pages are, and how they are filled in: of this page, and of others that use them."""
+    """Return the Jinja environment with the templates of this page and of others that share them."""
     environment = Environment(
         loader=PackageLoader("adaptra_megatron.tools.report"),
         autoescape=True,
@@ -123,7 +123,7 @@ def page_environment() -> Environment:
 
 
 def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
-    """Slow links by the trace of a part, or else by the log at the end of that part."""
+    """Return the slow links of a part: from its trace, or else from the log at its end."""
     if finding.traced:
         return finding.slow_links
     states = {}
@@ -134,7 +134,7 @@ def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
 
 
 def _slow_cables(run: RunRecord) -> list[str]:
-    """Return what is slow at the end, as `adaptra status` says it."""
+    """Return sentences on links that are slow at the end, as in `adaptra status`."""
     seconds = {iteration.number: iteration.seconds for iteration in run.iterations}
     found = [each for each in status_findings(run.events, seconds, -1) if each.kind == "link"]
     return [f"{each.text[0].upper()}{each.text[1:]}. To do: {each.remedy}." for each in found]
@@ -147,13 +147,13 @@ class Panel(NamedTuple):
     note: str
     drawing: str
     data: dict[str, Any] | None
-    """Texts that the page's script looks up under the pointer."""
+    """Texts that the page's script shows under the pointer."""
     title: str = ""
     """Empty: the number of the iteration."""
 
     @property
     def label(self) -> str:
-        """Its name on the page."""
+        """Name of the timeline on the page."""
         return self.title or f"iteration {self.iteration.number}"
 
 
@@ -180,7 +180,7 @@ def _panels(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[i
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    """Names and values of what is known of the run besides its times."""
+    """Return other facts of the run: names and values."""
     start = next((found.event for found in run.events if isinstance(found.event, RunStarted)), None)
     facts: list[tuple[str, str]] = [("traces", str(run.directory)), ("ranks shown", ", ".join(map(str, run.ranks)))]
     if start is not None:
@@ -196,7 +196,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _setting(value: object) -> str:
-    """A setting as the log has it, in words."""
+    """Format the value of a setting."""
     if value is None:
         return "not given"
     if isinstance(value, bool):
@@ -207,9 +207,9 @@ def _setting(value: object) -> str:
 def plan_page(
     name: str, headline: str, drawn: Sequence[Drawn], *, rows: Sequence[Sequence[str]] = (), note: str = ""
 ) -> str:
-    """The page, with `drawn` on one time axis. `rows`: cells of a table above them; `note`: a line below that.
+    """Return a page with `drawn` on one time axis. `rows`: cells of a table above; `note`: a line below it.
 
-    Their placement must be Megatron's: timelines know no other.
+    Their placement must be Megatron's: timelines support no other.
     """
     axis_s = max(each.simulation.makespan_s for each in drawn)
     panels = []

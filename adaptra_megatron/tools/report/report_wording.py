@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings and events in plain words. Text only: the page that shows it escapes it."""
+"""Word findings and events for the report. The result is plain text; the page escapes it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from adaptra_megatron.tools.report.report_findings import Change, Link, PartFind
 from adaptra_megatron.tools.report.waiting import Cause, CauseKind
 
 WORTH_SAYING = 0.03
-"""Share of an iteration's time below which a difference is no news."""
+"""Share of an iteration's time below which a difference is not mentioned."""
 MOST_SENTENCES = 8
 MOST_REPETITIONS = 4
 MOST_FAILED = 2
-"""Dead ranks that a sentence names."""
+"""Most failed ranks that a sentence names."""
 REGULAR = 0.2
-"""Share of their median by which gaps may differ and still be called regular."""
+"""Gaps count as regular if they differ by at most this share of their median."""
 
 
 def link_names(links: Iterable[Link]) -> str:
-    """ "link 3→4", "links 3→4 and 4→3"."""
+    """Format links, such as "link 3→4", "links 3→4 and 4→3"."""
     names = [link_name(link) for link in sorted(links)]
     return f"link{'s' if len(names) > 1 else ''} {listed(names)}"
 
@@ -48,7 +48,7 @@ def _were(subjects: Sized) -> str:
 
 
 def span(part: Part) -> str:
-    """Its iterations."""
+    """Format the iterations of a part."""
     return str(part.first) if part.first == part.last else f"{part.first}–{part.last}"
 
 
@@ -57,7 +57,7 @@ def _iterations(part: Part) -> str:
 
 
 def cause_name(cause: Cause) -> str:
-    """Name of what an idle stage waited for."""
+    """Name what an idle stage waited for."""
     if cause.kind is CauseKind.LINK:
         return f"messages of link {cause.source}→{cause.target}"
     if cause.kind is CauseKind.STAGE:
@@ -83,7 +83,7 @@ USE_NAMES = {
 
 
 def mattering_pairs(findings: Sequence[PartFinding], events: Iterable[StampedEvent]) -> set[Link]:
-    """The pairs of links (a < b) that the detector named, or whose delay cost time in some part."""
+    """Return the pairs of stages (a < b) whose link the detector named, or whose delay cost time in some part."""
     named = {ends_of(found.event) for found in events if isinstance(found.event, LinkDetection)}
     for finding in findings:
         named |= {
@@ -93,7 +93,7 @@ def mattering_pairs(findings: Sequence[PartFinding], events: Iterable[StampedEve
 
 
 def headline(findings: Sequence[PartFinding]) -> str:
-    """The run in one line."""
+    """Summarize the run in one line."""
     if not findings:
         return "No iteration is known to have ended"
     last = findings[-1]
@@ -109,18 +109,18 @@ def headline(findings: Sequence[PartFinding]) -> str:
 
 
 def _failed(finding: PartFinding) -> list[str]:
-    """The ranks, in words, with whose deaths a part began."""
+    """Return the ranks, as text, whose failure began a part."""
     events = (found.event for found in finding.part.beginning)
     return [rank for event in events if isinstance(event, RanksLost) for rank in event.ranks]
 
 
 def _settled(findings: Sequence[PartFinding]) -> PartFinding:
-    """Return the part that others are compared with: the first one, without a first iteration that only warmed up."""
+    """Return the part that others are compared with: the first one, unless it is a single iteration of warm-up."""
     return findings[1] if len(findings) > 1 and len(findings[0].part.iterations) == 1 else findings[0]
 
 
 def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
-    """A few sentences: what ran, what happened, where the time went in the worst part and goes now."""
+    """Return a few sentences: what ran, what happened, and where the time goes in the worst part and at the end."""
     if not findings:
         return ["The files of the run hold no time of any training iteration."]
     sentences = [_what_ran(run, findings)]
@@ -151,7 +151,8 @@ def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
 
 
 def _repeated(group: Sequence[Change]) -> str:
-    """Such as "81 times an iteration went from 1.55 s to 2.05 s, every 24 iterations, first in 24, last in 1968."."""
+    """Word repeated changes, such as "81 times an iteration went from 1.55 s to 2.05 s, every 24 iterations, first in
+    24, last in 1968."."""
     firsts = [after.part.first for _before, after in group]
     gaps = [later - earlier for earlier, later in zip(firsts, firsts[1:], strict=False)]
     usual = median(gaps)
@@ -196,7 +197,7 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
         who = listed(failed) if len(failed) <= MOST_FAILED else f"{len(failed)} ranks"
         return f"{at} {who} {_were(failed)} dead: {numbers}."
     found = _states_of_links(after)
-    # What was found slow is not why iterations took less.
+    # A link that was found slow does not explain why iterations became faster.
     said = "" if faster and "slow" in found.values() else _said_of_links(found)
     if changed := _changed_links(before, after, matters) or said:
         return f"{at} {changed}: {numbers}."
@@ -213,7 +214,8 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
 
 
 def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) -> str:
-    """ "messages of links 3→4 and 4→3 took 81 ms instead of 0.7 ms", if there are such; first those that slowed."""
+    """Word changes of links, such as "messages of links 3→4 and 4→3 took 81 ms instead of 0.7 ms"; slower ones
+    first."""
     phrases: list[str] = []
     for slow in (True, False):
         changed = {
@@ -231,13 +233,13 @@ def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) 
 
 
 def _states_of_links(after: PartFinding) -> dict[Link, str]:
-    """Return what the detector has found last of each, as a part began."""
+    """Return the detector's last state of each link at the beginning of a part."""
     said = [found.event for found in after.part.beginning if isinstance(found.event, LinkDetection)]
     return {(event.source, event.target): event.after for event in said}
 
 
 def _said_of_links(states: Mapping[Link, str]) -> str:
-    """Return a sentence such as "links 3→4 and 4→3 were slow", by the detector's states; "" without links."""
+    """Word states of links, such as "links 3→4 and 4→3 were slow"; "" without links."""
     parts = []
     for state in sorted(set(states.values())):
         links = {link for link, said_of_it in states.items() if said_of_it == state}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of the report about replicas: routes of micro-batches around slow and dead cells, with what an iteration
-took before and after; arrivals of replicas at gradient synchronisation, as heat maps of replicas and stages."""
+"""Prepare the report's sections on replicas: routes around slow and dead cells, with iteration times before and after,
+and arrivals at gradient synchronisation, as heat maps of replicas and stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaptra_megatron.tools.recordings.run_record import began_at, replicas_of
 
 MOST_GRIDS = 4
 MOST_REPLICAS = 24
-"""Rows of a grid; those whose cells straggle, give or take come first."""
+"""Most rows of a grid; replicas that straggle or are rerouted come first."""
 
 _Cell = tuple[int, int]
 """Replica and stage."""
@@ -31,35 +31,36 @@ class GridCell(NamedTuple):
     """One stage of one replica."""
 
     speed: float | None
-    """Share of the speed of the fastest of its stage; None in logs that do not say."""
+    """Speed relative to the fastest of its stage; None in logs without it."""
     slow: bool
     flows: Sequence[str]
-    """How many micro-batches go where, and come from where."""
+    """Texts: numbers of micro-batches, and the replicas that they go to or come from."""
     dead: bool = False
 
 
 class Routes(NamedTuple):
-    """Routes that were decided on, what had been found, and what came of them."""
+    """One decision on routes, its reason and its effect."""
 
     number: int | None
-    """Number of the plan; None of routes around dead cells, which are part of none."""
+    """Number of the plan; None for routes around dead cells, which belong to no plan."""
     reason: str
     since: int | None
-    """First iteration under them; None where none ran."""
+    """First iteration with these routes; None if none ran."""
     micro_batches: int | None
-    """Number of each replica's in an iteration; None in logs that do not say."""
+    """Micro-batches of each replica in an iteration; None in logs without it."""
     predicted_s: tuple[float | None, float | None]
-    """Seconds of an iteration before and after; None where not known, as in the two below."""
+    """Seconds of an iteration before and after; None if unknown, as in the two fields below."""
     lower_bound_s: float | None
     measured_s: tuple[float | None, float | None]
     rows: Sequence[tuple[int, Sequence[GridCell]]]
-    """By replica, its cells by stage; empty where every micro-batch stays in its replica."""
+    """By replica, its cells by stage; empty if every micro-batch stays in its replica."""
     left_out: int
     """Number of replicas without a row."""
 
 
 def routes_of(events: Sequence[StampedEvent]) -> list[Routes]:
-    """All that were decided on, in this order. Where their plan never ran, they did with the next one that did."""
+    """Return all decisions on routes, in order. If their plan never ran, they took effect with the next one that
+    did."""
     return [
         _routes(found.event, found.stamp.rank, events)
         if isinstance(found.event, RoutesChosen)
@@ -104,7 +105,7 @@ def _routes(chosen: RoutesChosen, rank: int, events: Sequence[StampedEvent]) -> 
 
 
 def _routes_of_failure(failed: RanksLost, iteration: int, events: Sequence[StampedEvent]) -> Routes:
-    """With all cells of the job in the grid, as far as that has rows for them: those that are dead stand out."""
+    """Return the routes after a failure, with as many cells of the job as fit: the dead ones stand out."""
     starts = [found.event.layout for found in events if isinstance(found.event, RunStarted)]
     stages = range(max((start.get("stages", 0) for start in starts), default=0))
     dead, flows = set(map(_cell, failed.dead_cells)), _flows(failed.moved)
@@ -128,7 +129,7 @@ def _routes_of_failure(failed: RanksLost, iteration: int, events: Sequence[Stamp
 
 
 def _flows(moved: Sequence[Sequence[int]]) -> dict[_Cell, list[str]]:
-    """In words, by cell: how many micro-batches go where, and come from where."""
+    """Return texts by cell: numbers of micro-batches, and the replicas that they go to or come from."""
     flows: dict[_Cell, list[str]] = {}
     for stage, source, target, count in moved:
         flows.setdefault((source, stage), []).append(f"{count} → replica {target}")
@@ -137,7 +138,7 @@ def _flows(moved: Sequence[Sequence[int]]) -> dict[_Cell, list[str]]:
 
 
 def _grid(chosen: RoutesChosen) -> tuple[Sequence[tuple[int, Sequence[GridCell]]], int]:
-    """Rows of the grid, and the number of replicas that have none."""
+    """Return the rows of the grid, and the number of replicas without one."""
     if not chosen.moved:
         return (), 0
     flows = _flows(chosen.moved)
@@ -164,13 +165,13 @@ MOST_MAPS = 4
 
 
 class HeatCell(NamedTuple):
-    """One stage of one replica."""
+    """Arrivals of one stage of one replica."""
 
     lag_s: float
     heat: float
-    """Its lag as a share of the longest on the page, 0..1; 0 of those that came first."""
+    """Its lag relative to the longest on the page, 0..1; 0 for those that came first."""
     last: int
-    """In how many of the map's iterations it was the last one."""
+    """Number of the map's iterations in which it came last."""
 
 
 class HeatMap(NamedTuple):
@@ -192,20 +193,20 @@ class LateReplica(NamedTuple):
     place: str
     since: int
     until: int | None
-    """Iteration in which it was found to be in time again; None: never."""
+    """Iteration in which it was found healthy again; None: never."""
     reason: str
     remedy: str
 
 
 class RouteArrivals(NamedTuple):
-    """For the page."""
+    """Arrivals for the page."""
 
     late: Sequence[LateReplica]
     maps: Sequence[HeatMap]
 
 
 def arrivals_of(events: Sequence[StampedEvent]) -> RouteArrivals | None:
-    """None of a run whose replicas were not watched."""
+    """Return the arrivals of a run; None if it did not watch for stragglers."""
     seen = [found.event for found in events if isinstance(found.event, ArrivalsSeen) and found.event.lags_s]
     late: list[LateReplica] = []
     for found in events:
@@ -221,7 +222,7 @@ def arrivals_of(events: Sequence[StampedEvent]) -> RouteArrivals | None:
                 late.append(LateReplica(event.replica, place, since, None, event.reason, event.remedy))
     if not seen:
         return None
-    # The worst of each replica's being late would be many: the latest ones, and the worst of all.
+    # A map for each late replica would be too many: the latest maps, and that with the longest lag.
     worst = max(seen, key=_longest_s)
     shown = [each for each in seen if each is worst or each in seen[-MOST_MAPS + 1 :]]
     return RouteArrivals(late, [_map(each, max(1e-9, _longest_s(worst))) for each in shown])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulation as if it had been recorded, for everything that draws recordings."""
+"""Convert simulations into recordings, so that they can be drawn like these."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Drawn(NamedTuple):
 
 
 def simulated_iteration(simulation: Simulation, costs: Costs) -> RunIteration:
-    """One iteration of one pipeline, each stage a rank. Actions wait from the end of the one before.
+    """Return one iteration of one pipeline, each stage a rank. An action waits from the end of the one before.
 
-    Links carry messages one after the other; where a link or a queue waits for a receive to be posted, messages count
-    as arrived when they are used.
+    A link carries one message after the other. If a link or a queue waits for receives to be posted, messages count as
+    arrived when they are used.
     """
     records = tuple(record for trace in simulated_traces(simulation) for record in trace.records)
     free = not (costs.has_rendezvous or costs.shared_queue)
@@ -41,7 +41,7 @@ def simulated_iteration(simulation: Simulation, costs: Costs) -> RunIteration:
 
 
 def simulated_traces(simulation: Simulation) -> list[RankTrace]:
-    """The same as ranks would have written it, without arrivals."""
+    """Return the traces that ranks would have written, without arrivals."""
     traces = []
     schedule = simulation.schedule
     for stage, order in enumerate(schedule.orders):
@@ -56,7 +56,7 @@ def simulated_traces(simulation: Simulation) -> list[RankTrace]:
 
 
 def _arrivals(simulation: Simulation, costs: Costs) -> Iterator[ArrivalRecord]:
-    """Every message's, by the time at which it was handed to its link."""
+    """Yield the arrivals of all messages, by link and by the time at which they were sent."""
     placement = simulation.schedule.placement
     sent: dict[tuple[int, int], list[tuple[float, ArrivalRecord]]] = defaultdict(list)
     for order, ends_s in zip(simulation.schedule.orders, simulation.end_s, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe a running job in a few lines: how far it is, what is slow or dead, and what to do about it."""
+"""Describe a running job in a few lines: its progress, what is slow or dead, and what to do."""
 
 from __future__ import annotations
 
@@ -49,35 +49,35 @@ from adaptra_megatron.tools.recordings.run_record import began_at, replicas_of
 
 @dataclass(frozen=True, kw_only=True)
 class StatusFinding:
-    """One thing that is not as it should be. What is None or empty is not known, or of another kind of finding."""
+    """One problem of a run. Fields are None or empty if unknown, or if they belong to other kinds."""
 
     kind: str
     """"link", "stage", "replica" or "path"."""
     state: str
-    """"slow", "dead" or "late"; the path that is taken where a link failed over."""
+    """"slow", "dead" or "late"; for a failed-over link, the path that it takes."""
     since_iteration: int
     reason: str
     remedy: str
     """What to do."""
     told_by_rank: int
     text: str
-    """All of it but the remedy, in words."""
+    """All of it but the remedy, as text."""
     stale: bool = False
     """Whether it was found before ranks last failed or rejoined, and may be out of date."""
     pipeline: int | None = None
-    """By its first global rank."""
+    """First global rank of the pipeline."""
     source: int | None = None
-    """Of a link, of which this is the direction that was found first; the others are in `links`."""
+    """Of a link: the direction that was found first; the others are in `links`."""
     target: int | None = None
     path: str | None = None
     latency_s: float | None = None
     bandwidth_bytes_s: float | None = None
     links: Sequence[str] = ()
-    """All directed links that share the way, such as "0→1"."""
+    """All directed links on the same cable, such as "0→1"."""
     hosts: Sequence[str] = ()
     ranks: Sequence[int] = ()
     rnics: Sequence[str] = ()
-    """By host, such as "node7 mlx5_0"."""
+    """With their hosts, such as "node7 mlx5_0"."""
     replicas: Sequence[int] = ()
     lanes: Sequence[int] = ()
     stage: int | None = None
@@ -86,25 +86,25 @@ class StatusFinding:
     host: str | None = None
     lag_s: float | None = None
     before_s: float | None = None
-    """Median of iterations before it began."""
+    """Median seconds of an iteration before it began."""
     now_s: float | None = None
-    """The same of the latest."""
+    """Median seconds of the latest iterations."""
     cost_s: float | None = None
     """Seconds that it costs in each iteration."""
     share: float | None = None
-    """Part of an iteration that it costs, 0..1."""
+    """Share of an iteration that it costs, 0..1."""
     plan: int | None = None
-    """Number of the plan that was switched to since then."""
+    """Number of the latest plan since then."""
     plan_since_iteration: int | None = None
     helps: Mapping[str, float] | None = None
-    """Seconds of an iteration by --adaptra-max-in-flight, where more than there is would help."""
+    """Seconds of an iteration by --adaptra-max-in-flight, if more memory would help."""
 
 
 def status_findings(events: Sequence[StampedEvent], seconds: Mapping[int, float], changed: int) -> list[StatusFinding]:
-    """Cables, stages and replicas that are not healthy, as the detector saw them last, and failed-over paths.
+    """Return the cables, stages and replicas that the detector last found unhealthy, and failed-over paths.
 
-    `seconds`: of iterations, in ascending order. `changed`: the iteration in which ranks last failed or rejoined, since
-    when healthy values are learnt anew.
+    `seconds`: of iterations, in ascending order. `changed`: iteration in which ranks last failed or rejoined; since
+    then the detector measures healthy levels anew.
     """
     latest: dict[object, StampedEvent] = {}
     for found in events:
@@ -139,7 +139,7 @@ def _unhealthy(event: object) -> bool:
 
 
 def _finding(found: StampedEvent, changed: int) -> StatusFinding:
-    """Of anything but a link."""
+    """Return the finding of an event on anything but a link."""
     event = found.event
     assert isinstance(event, (StageDetection, StragglerDetection, PathChanged))
     wanted = {each.name for each in fields(StatusFinding)}
@@ -171,7 +171,7 @@ def _finding(found: StampedEvent, changed: int) -> StatusFinding:
 def _cable_finding(
     alike: Sequence[StampedEvent], events: Sequence[StampedEvent], seconds: Mapping[int, float], changed: int
 ) -> StatusFinding:
-    """One finding of all directions, paths, lanes and replicas that share a way."""
+    """Return one finding for all directions, paths, lanes and replicas of a cable."""
     first = min(alike, key=began_at)
     since, rank = began_at(first), first.stamp.rank
     links = [found.event for found in alike if isinstance(found.event, LinkDetection)]
@@ -219,7 +219,7 @@ def _cable_finding(
 
 
 def _links_and_pipelines(links: Sequence[LinkDetection]) -> str:
-    """With the pipelines, where neither hosts nor ranks are known."""
+    """Name the links, and their pipelines if neither hosts nor ranks are known."""
     pipelines = sorted({link.pipeline or 0 for link in links})
     where = ""
     if any(pipelines) and not touched_in_words(links):
@@ -244,7 +244,7 @@ def _remedy(links: Sequence[LinkDetection], hosts: Sequence[str], wanted: Memory
 
 
 def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[int | None, int | None]:
-    """Number of the plan that `rank` has switched to last since then, and the iteration."""
+    """Return number and iteration of the latest switch of plans by `rank` since then; Nones if there is none."""
     found: tuple[int | None, int | None] = None, None
     for each in events:
         if isinstance(each.event, PlanSwitched) and each.stamp.rank == rank and each.stamp.iteration >= since:
@@ -253,7 +253,7 @@ def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[
 
 
 def _memory_wanted(events: Iterable[StampedEvent], links: Sequence[LinkDetection], since: int) -> MemoryWanted | None:
-    """Return what more memory would buy since one of `links` cannot be hidden."""
+    """Return the latest event on more memory since then, if one of `links` is the cause."""
     ends = {ends_of(link) for link in links}
     later = [found.event for found in events if found.stamp.iteration >= since]
     wanted = [each for each in later if isinstance(each, MemoryWanted) and (each.source, each.target) in ends]
@@ -263,28 +263,29 @@ def _memory_wanted(events: Iterable[StampedEvent], links: Sequence[LinkDetection
 Kind = TypeVar("Kind")
 
 SILENT_S, SILENT_ITERATIONS = 120.0, 10
-"""Without a word for both of these, a run is called silent: times of iterations are written every 20 s or so."""
+"""A run counts as silent if it has written nothing for both of these; it writes times of iterations about every 20
+s."""
 MOST_LINES = 8
-"""Number of lines of one kind."""
+"""Most lines of one kind."""
 _NORMAL_END = "the program ended"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """A run as its log tells it. Field names are an interface of `adaptra status --json`: add, never rename."""
+    """State of a run, from its log. Field names are an interface of `adaptra status --json`: add, never rename."""
 
     state: str
     """"runs", "silent", "ended" or "failed"."""
     run: str
     speed: str
     iteration: int
-    """The latest, by Megatron's number where the log tells it; -1 before the first."""
+    """The latest iteration, by Megatron's number if the log has it; -1 before the first."""
     iteration_s: float | None
-    """Median of the latest iterations; None before one has ended."""
+    """Median seconds of the latest iterations; None before one has ended."""
     wrote_s: float
-    """When the run wrote its last record, in seconds since the epoch."""
+    """Time of the run's last record, in seconds since the epoch."""
     findings: Sequence[StatusFinding]
-    """What `slow` and `paths` say, for programs."""
+    """The contents of `slow` and `paths`, for programs."""
     slow: Sequence[str]
     paths: Sequence[str]
     dead: Sequence[str]
@@ -294,16 +295,16 @@ class Status:
 
     @property
     def over(self) -> bool:
-        """Return whether nothing more is to be expected of the run."""
+        """Whether the run no longer continues."""
         return self.state != "runs"
 
     @property
     def healthy(self) -> bool:
-        """Return whether there is nothing to look at."""
+        """Whether there is no problem."""
         return not (self.slow or self.to_do)
 
     def lines(self) -> list[str]:
-        """All of it in lines of text."""
+        """Return all of it as lines of text."""
         return [
             f"run:    {self.run}",
             f"speed:  {self.speed}",
@@ -317,8 +318,7 @@ class Status:
 
 
 def status_of(events: Sequence[StampedEvent], now_s: float) -> Status:
-    """Return what is known of a run from its log (not empty), by time. `now_s`: the present, in seconds since the
-    epoch."""
+    """Return the state of a run from its log (not empty). `now_s`: present time, in seconds since the epoch."""
     events = renumbered(events)
     seconds = _seconds_by_iteration(events)
     failures = _of(events, RanksLost)
@@ -352,7 +352,7 @@ def _of(events: Iterable[StampedEvent], kind: type[Kind]) -> list[tuple[Stamp, K
 
 
 def _kind(name: str, texts: Sequence[str]) -> list[str]:
-    """Lines of one kind, the latest last; of too many the first ones are left out."""
+    """Return the lines of one kind, the latest last; if there are too many, the first ones are left out."""
     left_out = len(texts) - MOST_LINES
     head = [f"{name}{left_out} more are in the log; the latest:"] if left_out > 0 else []
     return [*head, *(f"{name}{text}" for text in texts[-MOST_LINES:])]
@@ -366,7 +366,7 @@ def _seconds_by_iteration(events: Iterable[StampedEvent]) -> dict[int, float]:
 
 
 def _grid(events: Sequence[StampedEvent]) -> tuple[int, int]:
-    """Replicas and stages."""
+    """Return the numbers of replicas and stages."""
     stages = max(start.layout.get("stages", 1) for _, start in _of(events, RunStarted))
     return 1 + max(replicas_of(events).values()), stages
 
@@ -379,7 +379,7 @@ def _layout(events: Sequence[StampedEvent]) -> str:
 
 
 def _state(events: Sequence[StampedEvent], silent_s: float, seconds: dict[int, float]) -> tuple[str, str, list[str]]:
-    """State of the run, in one word and in words, and what to do where it does not go on."""
+    """Return the run's state, as one word and as text, and what to do if it has stopped."""
     ends = [end.reason for _, end in _of(events, RunEnded)]
     if ends:
         wrong = [reason for reason in ends if reason != _NORMAL_END]
@@ -413,7 +413,7 @@ def _speed(events: Sequence[StampedEvent], seconds: dict[int, float]) -> str:
 
 
 def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[float]:
-    """Seconds of the latest iterations that are alike."""
+    """Return the seconds of the latest iterations since the last change."""
     changes = (*_of(events, PlanSwitched), *_of(events, RanksLost))
     since = max((stamp.iteration for stamp, _ in changes), default=-1)
     return [each for at, each in seconds.items() if at > since][-RECENT:] or list(seconds.values())[-1:]
@@ -422,7 +422,7 @@ def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[f
 def _deaths(
     events: Sequence[StampedEvent], failures: Sequence[tuple[Stamp, RanksLost]], seconds: dict[int, float]
 ) -> tuple[list[str], list[str]]:
-    """Return each failure of ranks with its effect, and what to do."""
+    """Return a line per failure of ranks with its effect, and what to do."""
     texts = []
     for number, (stamp, event) in enumerate(failures):
         names = listed([f"{rank} ({why})" for rank, why in event.ranks.items()])
@@ -452,18 +452,18 @@ def _deaths(
 
 
 def _latest_members(events: Sequence[StampedEvent]) -> RanksLost | RanksReturned:
-    """The last change of those that live, of which there is one."""
+    """Return the last change of the set of live ranks; there is one."""
     changes: list[tuple[Stamp, RanksLost | RanksReturned]] = [*_of(events, RanksLost), *_of(events, RanksReturned)]
     return max(changes, key=lambda change: (change[1].epoch, change[0].iteration))[1]
 
 
 def _changed_at(events: Sequence[StampedEvent]) -> int:
-    """Return the iteration in which ranks last failed or rejoined; -1: none did."""
+    """Return the iteration in which ranks last failed or rejoined; -1 if none did."""
     return max((stamp.iteration for stamp, _ in (*_of(events, RanksLost), *_of(events, RanksReturned))), default=-1)
 
 
 def _routes(events: Sequence[StampedEvent], failures: Sequence[tuple[Stamp, RanksLost]]) -> list[str]:
-    """Return a line for each route of micro-batches to another replica that is in force."""
+    """Return a line for each current route of micro-batches to another replica."""
     if not failures:
         return [chosen.reason for _, chosen in _of(events, RoutesChosen)[-1:] if chosen.moved]
     targets: dict[tuple[int, int], list[str]] = {}

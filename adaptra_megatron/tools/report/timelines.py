@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of iterations as SVG, and the numbers behind the page's bars and tables: where time went, by part, stage,
-cause and link."""
+"""Draw timelines of iterations as SVG, and compute the page's bars and tables: use of time by part, stage, cause,
+link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_COLUMNS = 8
 
 
 def use_class(use: Use) -> str:
-    """CSS class of the colour that stands for `use`."""
+    """Return the CSS class of the colour of `use`."""
     return f"use-{use.name.lower().replace('_', '-')}"
 
 
@@ -32,19 +32,19 @@ class Bar(NamedTuple):
     name: str
     use_s: Mapping[Use, float]
     text: str
-    """Label on the right of the bar."""
+    """Label to the right of the bar."""
     mark_s: float | None = None
     """Position of a mark on the bar, in seconds from its start."""
     mark_text: str = ""
 
     @property
     def seconds(self) -> float:
-        """Length of the bar."""
+        """Length of the bar in seconds."""
         return sum(self.use_s.values())
 
 
 def part_bar(finding: PartFinding) -> Bar:
-    """An iteration of one part of the run, marked where it would end without a link's delay."""
+    """Return the bar of one part of the run, with a mark where an iteration would end without a link's delay."""
     alike = f" and {finding.alike} like them" if finding.alike else ""
     name = f"iterations {span(finding.part)}{alike}"
     text = f"{duration(finding.seconds)}, idle {percent(finding.idle_share)}"
@@ -57,7 +57,7 @@ def part_bar(finding: PartFinding) -> Bar:
 
 
 def stage_bars(finding: PartFinding) -> list[Bar]:
-    """A bar per stage for one part of the run."""
+    """Return a bar per stage for one part of the run."""
     bars = []
     for stage, use_s in enumerate(finding.stage_use_s[:MOST_STAGES]):
         idle_s = sum(seconds for use, seconds in use_s.items() if use.idle)
@@ -66,7 +66,8 @@ def stage_bars(finding: PartFinding) -> list[Bar]:
 
 
 def idle_causes(columns: Sequence[PartFinding]) -> list[tuple[str, list[float]]]:
-    """Names of causes, the largest first, each with its share of all stages' time in every part of `columns`."""
+    """Return the names of causes, the largest first, each with its share of all stages' time in each part of
+    `columns`."""
     largest: dict[Cause, float] = {}
     for finding in columns:
         for cause, share in finding.causes.items():
@@ -82,7 +83,7 @@ def idle_causes(columns: Sequence[PartFinding]) -> list[tuple[str, list[float]]]
 
 
 def slowest_links(columns: Sequence[PartFinding]) -> list[Link]:
-    """All links that carried a message, by their largest median time of a message in any part, the slowest first."""
+    """Return all links with messages, by their largest median message time in any part, the slowest first."""
     worst: dict[Link, float] = {}
     for finding in columns:
         for link, found in finding.links.items():
@@ -91,7 +92,7 @@ def slowest_links(columns: Sequence[PartFinding]) -> list[Link]:
 
 
 def slowest_parts(findings: Sequence[PartFinding], most: int) -> list[PartFinding]:
-    """At most `most` parts, in order of time: those whose iterations took longest, and the last."""
+    """Return at most `most` parts, by time: the slowest ones, and the last."""
     if len(findings) <= most:
         return list(findings)
     slowest = sorted(findings[:-1], key=lambda finding: -finding.seconds)[: most - 1]
@@ -101,29 +102,29 @@ def slowest_parts(findings: Sequence[PartFinding], most: int) -> list[PartFindin
 WIDTH = 1200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 6, 4, 34
 _ROW, _QUICK_LANE, _SLOW_LANE = 26, 10, 30
-"""Heights: of a stage's row, and of the space between two rows, more of it where a slow link is."""
+"""Heights of a stage's row, and of the space between rows, for quick and for slow links."""
 _NUMBER_SIZE, _LEAST_NUMBER_SIZE, _DIGIT_WIDTH = 10.0, 5.0, 0.6
-"""Font sizes of micro-batch numbers, and the width of a digit as a fraction of that; the page can be zoomed."""
+"""Font sizes of micro-batch numbers, and the width of a digit relative to them; the page can be zoomed."""
 _MOST_NUMBERS = 3000
 _TICK_ROOM = 28
-"""Half of what the label of a tick takes."""
+"""Half the width of a tick's label."""
 _STRIPES_APART = 6.0
 MOST_IN_WORDS = 16
-"""Stages that a picture's label tells of."""
+"""Most stages that a picture's description lists."""
 MOST_LOOKED_UP = 12_000
-"""Actions and waits of an iteration up to which the page can say what lies under the pointer."""
+"""Most actions and waits of an iteration for which the page has texts under the pointer."""
 
 
 class Timeline:
-    """The drawing of one iteration and what is looked up in it."""
+    """Drawing of one iteration, and the texts under the pointer."""
 
     def __init__(self, iteration: RunIteration, slow_s: float, *, axis_s: float | None = None) -> None:
-        """`slow_s`: messages that take longer are drawn as slow. `axis_s`: what the time axis spans; None: the
-        iteration. Iterations that are to be compared by eye need the same."""
+        """Lay out the drawing. `slow_s`: messages that take longer are drawn as slow. `axis_s`: length of the time
+        axis; None: of the iteration. Iterations to be compared need the same."""
         self._analysis = IterationAnalysis(iteration.records, iteration.arrivals)
         self._iteration = iteration
         self._flights: dict[int, list[Flight]] = defaultdict(list)
-        """By the upper of the two rows. Links that wrap from the last stage to the first are not drawn."""
+        """By the upper of the two rows. Links between last and first stage are not drawn."""
         for flight in self._analysis.flights():
             if abs(flight.source - flight.target) == 1:
                 self._flights[min(flight.source, flight.target)].append(flight)
@@ -132,10 +133,10 @@ class Timeline:
         self._idle = self._analysis.idle_periods()
         self._row_tops = self._layout()
         self.height = self._row_tops[-1] + _ROW + _BOTTOM
-        """In units of the drawing, of which it is WIDTH wide."""
+        """In units of the drawing; its width is WIDTH."""
 
     def svg(self) -> str:
-        """An <svg> that needs the page's style."""
+        """Return an <svg>, which needs the page's style."""
         parts = [
             f'<svg class="timeline" viewBox="0 0 {WIDTH} {self.height}" role="img" '
             f'aria-label="What each stage did in iteration {self._iteration.number}: {self._in_words()}">'
@@ -151,7 +152,7 @@ class Timeline:
         return "".join([*parts, "</svg>"])
 
     def data(self) -> dict[str, Any] | None:
-        """Return what is under each point, times in microseconds from the start; None if that would be too much."""
+        """Return the texts under the pointer, with times in microseconds from the start; None if they are too many."""
         if len(self._iteration.records) + len(self._idle) > MOST_LOOKED_UP:
             return None
         rows: list[list[tuple[int, int, int]]] = [[] for _ in self._row_tops]
@@ -177,7 +178,7 @@ class Timeline:
         }
 
     def _in_words(self) -> str:
-        """Return what a listener learns of the picture."""
+        """Describe the picture for screen readers."""
         seconds = self._analysis.seconds
         idle_s = [0.0] * self._analysis.stages
         for period in self._idle:
@@ -213,7 +214,7 @@ class Timeline:
         for record in self._iteration.records:
             name = use_class(Use(record.kind)) + (" later" if record.chunk else "")
             left, right = self._x(record.start_s), self._x(record.end_s)
-            # A sliver between neighbours tells them apart without a border.
+            # A narrow gap separates neighbours without a border.
             width = right - left - min(0.6, 0.1 * (right - left))
             shapes[name].append(f"M{left:.2f} {self._row_tops[record.stage]}h{width:.2f}v{_ROW}h{-width:.2f}z")
         return [f'<path class="{name}" d="{"".join(bars)}"/>' for name, bars in shapes.items()]
@@ -224,14 +225,14 @@ class Timeline:
             bars.append(f"M{left:.1f} {self._row_tops[period.stage]}h{width:.1f}v{_ROW}h{-width:.1f}z")
 
     def _stripes(self, period: IdlePeriod) -> list[str]:
-        """Lines across a bar, which tell it from others without a colour."""
+        """Return lines across a bar, which distinguish it without colour."""
         left, right = self._x(period.start_s), self._x(period.end_s)
         count = int((right - left) / _STRIPES_APART)
         top = self._row_tops[period.stage]
         return [f"M{left + _STRIPES_APART * (index + 0.5):.1f} {top}v{_ROW}" for index in range(count)]
 
     def _messages(self) -> list[str]:
-        """Each message is a line from the row it left, when it left, to the row it reached, when it arrived."""
+        """Return lines for messages, from the sender's row at the sending to the receiver's row at the arrival."""
         lines: dict[str, list[str]] = defaultdict(list)
         for upper, flights in self._flights.items():
             above, below = self._row_tops[upper] + _ROW, self._row_tops[upper + 1]
@@ -242,7 +243,8 @@ class Timeline:
         return [f'<path class="{name}" d="{"".join(marks)}"/>' for name, marks in lines.items()]
 
     def _numbers(self) -> list[str]:
-        """The micro-batch in each bar, all in the size in which most fit; none in a bar that is too short."""
+        """Return the micro-batch numbers in the bars, all in the size that fits most; bars that are too short have
+        none."""
         records = self._iteration.records
         digits = max(len(str(record.micro_batch)) for record in records)
         usual_width = median(record.compute_s for record in records) * self._scale

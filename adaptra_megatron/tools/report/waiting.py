@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find why a stage was idle, at each instant of an iteration.
 
-A waiting stage waits for a message. Once that has been sent, the link is the cause. Before, it is what the sender is
-doing at that instant: computing, or waiting itself, in which case the cause is the sender's. Stages never wait in
-a circle, so each idle instant ends at one link, at one computing stage, at another replica that micro-batches are
-routed through, or where the pipeline has nothing left to do.
+A waiting stage waits for a message. Once that is sent, the link is the cause. Before, the cause is the sender if it
+computes, or else the cause for which the sender waits. Stages never wait in a circle, so each idle instant leads to a
+link, a computing stage, another replica that micro-batches are routed through, or the end of the pipeline's work.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from adaptra_megatron.tools.recordings.run_files import iteration_span_s
 
 
 class CauseKind(str, enum.Enum):
-    """Kind of thing that an idle stage ultimately waited for."""
+    """Kind of cause of an idle stage."""
 
     LINK = "link"
-    """A message was under way."""
+    """A message was in transit."""
     STAGE = "stage"
-    """Another stage was computing what comes before: the order of actions, or a slow stage."""
+    """Another stage was computing what is needed first: due to the order of actions, or a slow stage."""
     REPLICA = "replica"
-    """Another replica's cell was to send what a routed micro-batch needs: what it did is not looked at."""
+    """Another replica's cell had to send a routed micro-batch; its own cause is not examined."""
     OVERHEAD = "overhead"
-    """Nothing was missing: time between actions on some stage, of Python, copies or the operating system."""
+    """Nothing was missing: time between actions of some stage, for Python, copies or the operating system."""
     NO_WORK = "no work"
-    """The stage had done all of its actions."""
+    """The stage had run all of its actions."""
 
 
 class Cause(NamedTuple):
-    """The link or stage that a stage waited for. `source` and `target` are a link's ends; `source` alone is a stage."""
+    """The link or stage that a stage waited for. `source` and `target`: a link's ends; `source` alone: a stage."""
 
     kind: CauseKind
     source: int = -1
@@ -44,7 +43,7 @@ class Cause(NamedTuple):
 
 
 class WaitingPhase(str, enum.Enum):
-    """The part of a stage's iteration that an idle period lies in."""
+    """The part of a stage's iteration in which an idle period lies."""
 
     START = "start"
     """Before its first action."""
@@ -54,7 +53,7 @@ class WaitingPhase(str, enum.Enum):
 
 
 class IdlePeriod(NamedTuple):
-    """One stage, idle for one cause. Seconds are those of the records."""
+    """Idle time of one stage with one cause, on the clock of the records."""
 
     stage: int
     start_s: float
@@ -75,7 +74,7 @@ class Flight(NamedTuple):
     kind: str
     """"F" for an activation, "B" for a gradient."""
     chunk: int
-    """Chunk of the action that consumed the message."""
+    """Chunk of the action that used the message."""
     micro_batch: int
     sent_s: float
     arrived_s: float
@@ -86,25 +85,25 @@ class Flight(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One stretch of a stage's time, from `start_s` to `end_s`; a stage's pieces cover the iteration without gap."""
+    """A period of a stage's time, from `start_s` to `end_s`. A stage's periods cover the iteration without gap."""
 
     start_s: float
     end_s: float
     awaited: ActionRecord | None
-    """The action whose message the stage waited for; None: it computed, or was `idle` with all messages there."""
+    """The action whose message the stage waited for; None if it computed, or was `idle` with all messages there."""
     idle: bool
 
 
 _MessageKey = tuple[str, int, int, int]
-"""Kind ("F" or "B"), the user's stage and chunk, micro-batch."""
+"""Kind ("F" or "B"), stage and chunk of the user, micro-batch."""
 
 
 class IterationAnalysis:
-    """One training iteration of one pipeline: who was idle for what, and how long messages took.
+    """One training iteration of one pipeline: idle periods with their causes, and times of messages.
 
     `records`: of every stage, one rank per stage, on a common clock. `arrivals` may be empty: then a message counts as
-    arrived when the stage that waited for it went on, and one that no stage waited for is not counted.
-    Raises ValueError if there are no records or a stage between the first and the last has none.
+    arrived when the waiting stage continued, and one that no stage waited for is left out. Raises ValueError if a
+    stage between the first and the last has no records.
     """
 
     def __init__(self, records: Sequence[ActionRecord], arrivals: Iterable[ArrivalRecord] = ()) -> None:
@@ -130,11 +129,12 @@ class IterationAnalysis:
 
     @property
     def seconds(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Seconds from the first action's start to the last one's end."""
         return self.end_s - self.start_s
 
     def idle_periods(self) -> list[IdlePeriod]:
-        """Every stage's, in order of time; what a stage computes and these cover the iteration exactly."""
+        """Return the idle periods of all stages, by stage and time. With the computations, they cover the iteration
+        exactly."""
         found: list[IdlePeriod] = []
         for stage, records in sorted(self._by_stage.items()):
             first_s, last_s = records[0].start_s, records[-1].end_s
@@ -154,7 +154,7 @@ class IterationAnalysis:
         return found
 
     def compute_s(self) -> list[dict[str, float]]:
-        """Seconds by kind of action, per stage."""
+        """Return the seconds by kind of action, per stage."""
         totals: list[dict[str, float]] = [defaultdict(float) for _ in range(self.stages)]
         for stage, records in self._by_stage.items():
             for record in records:
@@ -162,7 +162,7 @@ class IterationAnalysis:
         return totals
 
     def flights(self) -> list[Flight]:
-        """The messages between stages whose arrival is known, in the order in which they were sent."""
+        """Return the messages between stages with a known arrival, in the order in which they were sent."""
         found = []
         for records in self._by_stage.values():
             for record in records:
@@ -181,8 +181,8 @@ class IterationAnalysis:
         return sorted(found, key=lambda flight: flight.sent_s)
 
     def _sender(self, record: ActionRecord) -> ActionRecord | None:
-        """The action of another stage that sent what `record` needed; None if it needed nothing, or another replica's
-        cell sent it."""
+        """Return the action of another stage that sent what `record` needed; None if it needed no message, or another
+        replica's cell sent it."""
         place = self._place_before(record)
         if place is None:
             return None
@@ -190,7 +190,7 @@ class IterationAnalysis:
         return self._senders.get((stage, _message_kind(record.kind), chunk, record.micro_batch))
 
     def _place_before(self, record: ActionRecord) -> Place | None:
-        """Return where what `record` needed was made; None if no message was needed."""
+        """Return the place that sent what `record` needed; None if it needed no message."""
         if record.kind == "W":
             return None
         placement = interleaved(self.stages, self.chunks)
@@ -201,7 +201,7 @@ class IterationAnalysis:
         now_s = self.start_s
         for record in self._by_stage[stage]:
             needs_message = self._place_before(record) is not None
-            # Before its first action a stage waits for that, whatever else it did before it said so.
+            # Until its first action a stage waits for it, even if it recorded the start of the wait later.
             wait_start_s = max(record.wait_start_s, now_s) if now_s > self.start_s else now_s
             if wait_start_s > now_s:
                 yield _Piece(now_s, wait_start_s, None, True)
@@ -214,7 +214,7 @@ class IterationAnalysis:
             yield _Piece(now_s, self.end_s, None, True)
 
     def _causes(self, stage: int, piece: _Piece, start_s: float, end_s: float) -> Iterator[tuple[float, float, Cause]]:
-        """Return what `piece` of `stage` comes down to, within it from `start_s` to `end_s`."""
+        """Yield the causes of `piece` of `stage`, from `start_s` to `end_s`."""
         if not piece.idle:
             yield start_s, end_s, Cause(CauseKind.STAGE, stage)
             return
@@ -251,7 +251,7 @@ def _message_kind(kind: str) -> str:
 
 
 def _merged(causes: Iterable[tuple[float, float, Cause]]) -> Iterator[tuple[float, float, Cause]]:
-    """Neighbours of one cause become one."""
+    """Merge neighbours with the same cause."""
     held: tuple[float, float, Cause] | None = None
     for start_s, end_s, cause in causes:
         if held is not None and held[2] == cause:

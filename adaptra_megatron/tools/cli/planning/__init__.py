@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that simulate and plan, and what they read and print."""
+"""The commands that simulate and plan, with their input and output."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan and simulate jobs in which single cells are slow or take no work: options, and output as tables, JSON and text.
+"""Plan and simulate jobs with slow or dead cells: options, and output as tables, JSON and text.
 
-Text shows an iteration: one row per stage or cell, one column per moment, one letter per action."""
+A text picture shows an iteration: one row per stage or cell, one column per period, one letter per action.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _IDLE = "."
 
 
 def picture(simulation: RoutedSimulation, costs: RoutedCosts) -> list[str]:
-    """The lines: what each column is, and a row for each cell (of a large job: for those that give or take work)."""
+    """Return the lines of a picture: a legend, and a row per cell (in a large job: per rerouted or dead cell)."""
     column_s = simulation.makespan_s / _COLUMNS
     shown = _shown(simulation, costs)
     width = max(len(str(cell)) for cell in shown)
@@ -55,7 +56,7 @@ def picture(simulation: RoutedSimulation, costs: RoutedCosts) -> list[str]:
 
 
 def stage_picture(simulation: Simulation, axis_s: float) -> list[str]:
-    """The lines of one pipeline: a row for each stage, over `axis_s` seconds in all."""
+    """Return the lines of one pipeline's picture: a legend, and a row per stage, over `axis_s` seconds."""
     column_s = axis_s / _COLUMNS
     width = len(str(len(simulation.start_s) - 1))
     lines = [f"  a column is {column_s:.3g} s: {_LETTERS}"]
@@ -68,7 +69,7 @@ def stage_picture(simulation: Simulation, axis_s: float) -> list[str]:
 
 
 def _running(start_s: Sequence[float], end_s: Sequence[float], moment_s: float) -> int | None:
-    """Position of the action that runs at `moment_s`."""
+    """Return the index of the action that runs at `moment_s`; None if none does."""
     position = bisect_right(start_s, moment_s) - 1
     return None if position < 0 or end_s[position] <= moment_s else position
 
@@ -96,18 +97,18 @@ _MOST_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedOutcome:
-    """A routed plan, with what the job takes without it."""
+    """A routed plan, and the time without routing."""
 
     name: str
-    """The schedule that every replica would run for itself."""
+    """The schedule that every replica would run by itself."""
     unrouted_s: float | None
-    """What that takes; None where a dead cell stops it."""
+    """Seconds of that; None if a dead cell stops it."""
     costs: RoutedCosts
     plan: RoutedPlan
     planning_s: float
 
     def show(self, *, as_json: bool) -> None:
-        """Print it: one JSON object on one line, or tables and a picture."""
+        """Print the outcome: one JSON object on one line, or tables and a picture."""
         (self._print_json if as_json else self._print_text)()
 
     def _print_json(self) -> None:
@@ -207,8 +208,8 @@ def asks_for_routing(options: argparse.Namespace) -> bool:
 def routed_outcome(
     job: JobCosts, options: argparse.Namespace, *, schedule: str | None = None, deadline_s: float | None = None
 ) -> RoutedOutcome:
-    """Return what routing makes of `job` with the cells of `options`, next to a fixed schedule (None: stock's, which
-    blocks).
+    """Return the routed plan for `job` with the cells of `options`, and the time of a fixed schedule. `schedule`: its
+    name; None: stock's, which blocks.
 
     Raises InputError for cells that the job does not have, ScheduleError as `simulate_job`.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what is lost and could be won back: an iteration when healthy, in stock's order, as it is, planned, at
-best."""
+"""Compare times of an iteration: of a healthy job, in stock's order, in the present order, planned, and the lower
+bound."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from adaptra_megatron.tools.cli.terminal import print_table
 HEADINGS = ("", "iteration", "of healthy", "what binds", "activations")
 _AT_THE_BOUND = 1e-3
 _SLOW = 2.0
-"""A link is slow that takes this many times what links usually take, and a tenth of an action more."""
+"""A link is slow if it takes this many times as long as links usually do, and a tenth of an action more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One order of actions, or the bound."""
+    """One order of actions, or the lower bound."""
 
     name: str
     makespan_s: float | None
-    """None where Megatron would refuse the order."""
+    """None if Megatron would refuse the order."""
     binds: str
     simulation: JobSimulation | None = None
     schedule: Schedule | None = None
@@ -51,13 +51,13 @@ class ComparisonRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The rows, by descending hope: healthy, stock, now, planned, bound."""
+    """Rows for the healthy job, stock's order, the present order, the plan, and the bound."""
 
     rows: tuple[ComparisonRow, ...]
     job: JobCosts
     healthy: JobCosts
     healthy_is: str
-    """What was taken for healthy, in words."""
+    """What counts as healthy, as text."""
 
     def __getitem__(self, name: str) -> ComparisonRow:
         return next(row for row in self.rows if row.name == name)
@@ -69,7 +69,7 @@ class Comparison:
         return found
 
     def document(self) -> list[dict[str, Any]]:
-        """For JSON."""
+        """Return the comparison for JSON."""
         return [
             {
                 "name": row.name,
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def note(self) -> str:
-        """What healthy and now mean in it."""
+        """What "healthy" and "now" mean in the table."""
         kept = any(row.name == "now" for row in self.rows)
         return f"healthy: {self.healthy_is}" + ("; now: the order planned for that, kept" if kept else "")
 
@@ -117,9 +117,9 @@ def compare(
     deadline_s: float | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """All rows for the costs of `given` with what is `asked` at `at`.
+    """Return the comparison for the costs of `given`, changed as `asked`, with ranges at `at`.
 
-    `planned`: the plan, where it is known. `timed`: a row that stands in the place of "now".
+    `planned`: the plan, if known. `timed`: a row that replaces "now".
     """
     job = asked.applied_to(given.job, at)
     healthy, healthy_is = healthy_form(given, asked, at)
@@ -143,8 +143,8 @@ def compare(
 
 
 def healthy_form(given: PlanInput, asked: WhatIf, at: At = {}) -> tuple[JobCosts, str]:  # noqa: B006
-    """The job without what slows it down, and what that means: without the options; as in a run's first plan; or, where
-    neither says anything, with slow links as fast as the others."""
+    """Return the job without what slows it down, and its description. That is: without the options; or as in a run's
+    first plan; or, if neither is given, with slow links as fast as the others."""
     if asked.slows or asked.max_in_flight is not None:
         return asked.counted(given.job, at), "without what the options change"
     if given.healthy is not None:
@@ -164,7 +164,7 @@ def healthy_form(given: PlanInput, asked: WhatIf, at: At = {}) -> tuple[JobCosts
 
 
 def in_words(bound: LowerBound) -> str:
-    """Return what makes the bound what it is."""
+    """Describe the cause of the bound."""
     if bound.kind == "stage":
         return f"{bound.where}, way and work"
     return {"memory": "memory of ", "link": "bandwidth of "}.get(bound.kind, f"{bound.kind} of ") + bound.where
@@ -185,7 +185,7 @@ def _evened(costs: Costs) -> dict[tuple[int, int], LinkCost]:
 
 
 def _now(given: PlanInput, asked: WhatIf, healthy: Schedule, job: JobCosts, bound: LowerBound) -> ComparisonRow:
-    """The order that ran, where it is known, else the one that was planned for the healthy job."""
+    """Return the row of the recorded order if known, else of the one planned for the healthy job."""
     unchanged = job == given.job
     if unchanged and given.order is None and given.now_s is not None:
         return ComparisonRow(name="now", makespan_s=given.now_s, binds="the order that ran")
@@ -214,5 +214,5 @@ def _row(
 
 
 def timed_row(name: str, schedule: Schedule, simulation: JobSimulation, *, blocking: bool) -> ComparisonRow:
-    """A row for an order that was named."""
+    """Return the row of a named order."""
     return _row(name, schedule, simulation, job_bound(simulation.job), blocking=blocking)

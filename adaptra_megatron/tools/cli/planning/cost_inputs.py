@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the costs that `adaptra plan` and `adaptra simulate` are given, and change them as their what-if options say.
+"""Read the costs for `adaptra plan` and `adaptra simulate`, and change them by the what-if options.
 
-Costs come from a file of costs, a run, its event log, or a trace; options name other links, stages, caps and counts.
+Costs come from a file of costs, a run, its event log, or a trace. Options change links, stages, caps and counts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ examples:
 """
 
 At = Mapping[str, float]
-"""By name of a range: the value it is at."""
+"""By name of a range: its present value."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ class SlowLink:
     """By name: latency and occupancy in seconds, bandwidth in bytes per second."""
     replicas: tuple[int, ...] | None = None
     label: str = ""
-    """What to call the link; empty: by its ends."""
+    """Name of the link; empty: by its ends."""
 
     def name_of(self, value: str) -> str:
-        """Return what a range of that value is called."""
+        """Return the name of a range of `value`."""
         joint = "-" if len(self.links) > 1 else "to"
         return f"{value} of {self.label or f'link {self.links[0][0]}{joint}{self.links[0][1]}'}"
 
     def override(self, at: At, message_bytes: int | None) -> Override:
-        """The change, with the values of `at` for ranges in it.
+        """Return the change, with ranges at `at`.
 
-        Raises InputError for a bandwidth of messages of unknown size.
+        Raises InputError for a bandwidth if the size of messages is unknown.
         """
         known = {name: _at(value, self.name_of(name), at) for name, value in self.values.items()}
         if "bandwidth" in known:
@@ -114,7 +114,7 @@ class SlowStage:
         return f"factor of stage {self.stage}"
 
     def override(self, at: At, message_bytes: int | None) -> Override:
-        """The change, with the value of `at` for the range in it."""
+        """Return the change, with a range at `at`."""
         return Override(replicas=self.replicas, slow_stages={self.stage: _at(self.factor, self.name, at)})
 
 
@@ -123,23 +123,23 @@ Change = SlowLink | SlowStage
 
 @dataclass(frozen=True)
 class Axis:
-    """Axis of a table: one value of the what-if options that is a range, or the links."""
+    """Axis of a table: a what-if option with a range, or the links."""
 
     name: str
     """Such as "latency of link 3-4"."""
     unit: str
-    """"s", "B/s" or ""; of `values`."""
+    """Unit of `values`: "s", "B/s" or ""."""
     values: tuple[float, ...]
     labels: tuple[str, ...]
-    """The values as the user would write them, without the unit."""
+    """The values in the user's notation, without the unit."""
     heading: str
-    """The name and the user's unit."""
+    """The name, and the user's unit."""
     range: ValueRange | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """All of the options."""
+    """All what-if options."""
 
     changes: tuple[Change, ...]
     replicas: int | None
@@ -148,7 +148,7 @@ class WhatIf:
     each_link: dict[str, Value] | None
 
     def axes(self, job: JobCosts) -> tuple[Axis, ...]:
-        """The ranges, rows first. Raises InputError if there are more than two."""
+        """Return the ranges, that of the rows first. Raises InputError if there are more than two."""
         found: list[Axis] = []
         if self.each_link is not None:
             labels = [f"{source}-{target}" for source, target in _pairs(job)]
@@ -161,7 +161,7 @@ class WhatIf:
         return tuple(found)
 
     def applied_to(self, job: JobCosts, at: At = {}) -> JobCosts:  # noqa: B006
-        """`job` with all that the options change, ranges being at the values of `at`.
+        """Return `job` with all changes, ranges being at `at`.
 
         Raises InputError or CostError for stages, links and replicas that it does not have.
         """
@@ -179,7 +179,7 @@ class WhatIf:
             raise InputError(f"what-if options: {error}") from error
 
     def counted(self, job: JobCosts, at: At = {}) -> JobCosts:  # noqa: B006
-        """`job` with the options' numbers of replicas and micro-batches alone: what its healthy form has, too."""
+        """Return `job` with only the numbers of replicas and micro-batches changed, as its healthy form needs them."""
         try:
             if self.micro_batches is not None:
                 count = int(_at(self.micro_batches, "micro-batches", at))
@@ -190,7 +190,7 @@ class WhatIf:
 
     @property
     def slows(self) -> bool:
-        """Return whether any link or stage is changed."""
+        """Whether any link or stage is changed."""
         return bool(self.changes) or self.each_link is not None
 
     def _slow(self, ends: tuple[int, int]) -> SlowLink:
@@ -209,7 +209,7 @@ class WhatIf:
 
 
 def what_if(options: argparse.Namespace) -> WhatIf:
-    """The options as they were parsed."""
+    """Return the what-if options as parsed."""
     return WhatIf(
         changes=tuple(options.changes),
         replicas=options.replicas,
@@ -268,7 +268,7 @@ def _axis(name: str, unit: str, value: ValueRange) -> Axis:
 
 
 def _pairs(job: JobCosts) -> list[tuple[int, int]]:
-    """Links of the pipeline, each once."""
+    """Return the links of the pipeline, each once."""
     return sorted({(min(ends), max(ends)) for ends in job.base.placement.links})
 
 
@@ -277,7 +277,7 @@ def _at(value: Value, name: str, at: At) -> float:
 
 
 def slow_link(text: str) -> SlowLink:
-    """The value of `--slow-link`. Raises ValueError, as the following."""
+    """Parse the value of `--slow-link`. Raises ValueError, as the following functions do."""
     found = re.fullmatch(r"(\d{1,9})(-|to)(\d{1,9}):([^@]+)(?:@(.+))?", text)
     if found is None:
         raise ValueError("is not like 3-4:latency=60ms, or 3to4:occupancy=5ms@0,8-15 for one way in some replicas")
@@ -287,7 +287,7 @@ def slow_link(text: str) -> SlowLink:
 
 
 def link_values(text: str) -> dict[str, Value]:
-    """The value of `--each-link`."""
+    """Parse the value of `--each-link`."""
     units = {"latency": SECONDS, "occupancy": SECONDS, "bandwidth": PER_SECOND}
     values: dict[str, Value] = {}
     for part in text.split(","):
@@ -301,7 +301,7 @@ def link_values(text: str) -> dict[str, Value]:
 
 
 def slow_stage(text: str) -> SlowStage:
-    """The value of `--slow-stage`."""
+    """Parse the value of `--slow-stage`."""
     found = re.fullmatch(r"(\d{1,9}):([^@]+)(?:@(.+))?", text)
     if found is None:
         raise ValueError("is not like 5:1.3, or 5:1.3@0,8-15 for some replicas")
@@ -314,31 +314,30 @@ def _replicas(text: str | None) -> tuple[int, ...] | None:
 
 STDIN = Path("-")
 _TRACE_BEGINS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
-"""A Chrome trace may be its list of events alone."""
+"""Head of a Chrome trace that is only a list of events."""
 _LARGEST_COSTS_NBYTES = 64 << 20
-"""Larger files of JSON are traces."""
+"""Largest JSON file of costs; larger ones are traces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInput:
-    """Costs, and what is known of the run that they are from."""
+    """Costs, and facts of the run that they come from."""
 
     name: str
     job: JobCosts
     healthy: JobCosts | None = None
-    """What its first plan was made for; None where that is not known, or it is this one."""
+    """Costs of the run's first plan; None if unknown, or equal to `job`."""
     now_s: float | None = None
-    """What the running order was predicted to take at these costs."""
+    """Predicted seconds of the running order at these costs."""
     order: Schedule | None = None
-    """The order that ran, where it was recorded."""
+    """The order that ran, if recorded."""
 
 
 def read_given(path: Path, number: int | None = None, pipeline_size: int | None = None) -> PlanInput:
-    """Return what `path` tells: COSTS.json ("-": stdin), the directory of a run, an events-*.jsonl file, or a trace.
+    """Read `path`: COSTS.json ("-": stdin), the directory of a run, an events-*.jsonl file, or a trace.
 
-    Of a run, `number` picks the plan whose costs are taken; None: the latest. Of a trace, the typical step counts;
-    `pipeline_size` is its number of stages, where it does not say it. Raises InputError if nothing can be read,
-    CostError for costs that cannot be.
+    `number`: the run's plan whose costs are read; None: the latest. `pipeline_size`: number of stages, if a trace
+    lacks it. A trace yields its typical step. Raises InputError if nothing can be read, CostError for invalid costs.
     """
     try:
         if path.is_dir():
@@ -366,7 +365,7 @@ def read_given(path: Path, number: int | None = None, pipeline_size: int | None 
 
 
 def _is_trace(path: Path) -> bool:
-    """Return whether a file is a trace, or of another tool that `read_recording` knows by name, and no costs."""
+    """Return whether a file is a trace, or of another tool known by name, and no file of costs."""
     head = head_of(path)
     if _TRACE_BEGINS.match(head) or b'"traceEvents"' in head or is_other_format(head):
         return True
@@ -387,7 +386,7 @@ def _document(path: Path, name: str) -> Any:
 
 
 def _from_events(name: str, events: Iterable[StampedEvent], number: int | None) -> PlanInput:
-    """The plan `number` of the replica that is the slowest at the end: each decides for itself."""
+    """Return the plan `number` of the replica that is slowest at the end, since each replica plans for itself."""
     by_leader: dict[int, list[PlanMade]] = defaultdict(list)
     for found in events:
         if isinstance(found.event, PlanMade) and found.event.costs:
@@ -425,8 +424,8 @@ def _job(name: str, made: PlanMade) -> JobCosts:
 
 
 def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> PlanInput:
-    """The typical step of a trace; a stage may hold what the fullest one held. Raises InputError also where its replay
-    does not explain what was recorded. Needs numpy."""
+    """Return the typical step of a trace; caps are what its fullest stage held. Raises InputError also if the replay
+    does not explain the recording. Needs numpy."""
     _refuse_number(number, str(path))
     try:
         from adaptra_megatron.tools.recordings.reading import read_recording

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what the user names on the command line: schedules, numbers with units, and ranges of them."""
+"""Parse input of the command line: schedules, numbers with units, and ranges of these."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PER_SECOND = {
     for prefix, factor in _PREFIXES.items()
 }
 TIMES = {"": 1.0, "x": 1.0}
-"""Factors."""
+"""Units of factors."""
 _MOST_UNITS_NAMED = 8
 _DEFAULT_STEPS = 10
 _MOST_STEPS = 1000
@@ -36,29 +36,29 @@ _MOST_STEPS = 1000
 
 @dataclass(frozen=True)
 class ValueRange:
-    """Values of a sweep, first and last included, at even distances or in even ratios."""
+    """Values of a sweep, first and last included, with equal differences or equal ratios."""
 
     first: float
     last: float
     steps: int
     logarithmic: bool = False
     unit: str = ""
-    """The user's, in which values are shown."""
+    """The user's unit, in which values are shown."""
     scale: float = 1.0
-    """What that unit is of the one that values are in."""
+    """That unit in the unit of the values."""
 
     @property
     def values(self) -> list[float]:
         return [self.at(step / self.steps) for step in range(self.steps + 1)]
 
     def at(self, share: float) -> float:
-        """The value at `share` of the way from the first to the last."""
+        """Return the value at `share` of the way from first to last."""
         if self.logarithmic:
             return self.first * math.exp(share * math.log(self.last / self.first))
         return self.first + (self.last - self.first) * share
 
     def shown(self, value: float) -> str:
-        """`value` in the user's unit, without it."""
+        """Format `value` in the user's unit, without the unit."""
         return f"{value / self.scale:.6g}"
 
 
@@ -66,9 +66,9 @@ Value = float | ValueRange
 
 
 def parsed_value(text: str, units: Mapping[str, float]) -> Value:
-    """A number with a unit, or `FROM..TO/STEPS`, where TO's unit also counts for a FROM without one.
+    """Parse a number with a unit, or `FROM..TO/STEPS`, where TO's unit also applies to a FROM without one.
 
-    `FROM..TO/STEPS:log` and `FROM..TOxSTEPS` have even ratios. 0 needs no unit. Raises ValueError with what is wrong.
+    `FROM..TO/STEPS:log` and `FROM..TOxSTEPS` have equal ratios. 0 needs no unit. Raises ValueError with what is wrong.
     """
     last = rf"\.\.({_NUMBER})({_UNIT})(?:/(\d{{1,9}})(:log)?|x(\d{{1,9}}))?"
     found = re.fullmatch(rf"({_NUMBER})({_UNIT})(?:{last})?", text)
@@ -95,7 +95,7 @@ def parsed_value(text: str, units: Mapping[str, float]) -> Value:
 
 
 def whole_value(text: str) -> Value:
-    """The same of a count."""
+    """Parse a count, or a range of counts."""
     value = parsed_value(text, {"": 1.0})
     for end in (value.first, value.last) if isinstance(value, ValueRange) else (value,):
         if end != int(end) or end < 1:
@@ -104,7 +104,7 @@ def whole_value(text: str) -> Value:
 
 
 def duration_s(text: str) -> float:
-    """A duration with its unit, above 0."""
+    """Parse a duration with its unit, above 0; return seconds."""
     value = parsed_value(text, SECONDS)
     if isinstance(value, ValueRange) or value <= 0.0:
         raise ValueError("is no duration above 0 such as 20min")
@@ -112,7 +112,7 @@ def duration_s(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A share above 0, as 5% or 0.05."""
+    """Parse a share above 0, such as 5% or 0.05."""
     found = re.fullmatch(rf"({_NUMBER})(%?)", text)
     value = float(found[1]) / (100.0 if found[2] else 1.0) if found else 0.0
     if value <= 0.0:
@@ -124,7 +124,7 @@ Parsed = TypeVar("Parsed")
 
 
 def argument_type(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
-    """An argparse type that says what is wrong: argparse itself drops the words of a ValueError."""
+    """Return an argparse type that shows the text of a ValueError, which argparse itself drops."""
 
     def typed(text: str) -> Parsed:
         try:
@@ -143,14 +143,15 @@ def _named(units: Mapping[str, float]) -> str:
 
 
 class InputError(Exception):
-    """Input that cannot be used: the message names the file or the option, what is wrong and the remedy."""
+    """Input that cannot be used. Names the file or the option, what is wrong, and the remedy."""
 
 
 SCHEDULE_NAMES = (*SCHEDULES, "planned", "online")
 
 
 def fixed_schedule(name: str, costs: Costs) -> Schedule:
-    """The named schedule or the CSV file `name`; raises InputError, ScheduleError or CostError."""
+    """Return the schedule called `name`, or read it from the CSV file `name`. Raises InputError, ScheduleError or
+    CostError."""
     if name in SCHEDULES:
         return make_schedule(name, costs.stages, costs.micro_batches, costs.chunks)
     path = Path(name)
@@ -160,14 +161,14 @@ def fixed_schedule(name: str, costs: Costs) -> Schedule:
 
 
 def placed_for(name: str | None, job: JobCosts) -> JobCosts:
-    """`job` with the placement of the fixed schedule `name`, unless its costs are of one of their own."""
+    """Return `job` with the placement of the fixed schedule `name`, unless its costs have a placement of their own."""
     if name is None or name in ("planned", "online") or job.base.custom_placement is not None:
         return job
     return job.placed(fixed_schedule(name, job.base).placement)
 
 
 def read_schedule(path: Path, costs: Costs) -> Schedule:
-    """The schedule of a CSV file, checked to be one that the pipeline of `costs` can run within its caps.
+    """Read a schedule from a CSV file, and check that the pipeline of `costs` can run it within its caps.
 
     Raises InputError if the file cannot be read, ScheduleError if the schedule cannot run.
     """
@@ -188,14 +189,14 @@ def read_schedule(path: Path, costs: Costs) -> Schedule:
 
 
 def count(text: str) -> int:
-    """argparse type of a count of stages or replicas."""
+    """Parse a number of stages or replicas, as an argparse type."""
     if not text.isdecimal() or len(text) > 7 or not 0 < int(text) < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text!r} is no count of stages or replicas")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """argparse type of a duration in seconds above 0."""
+    """Parse a duration in seconds, above 0, as an argparse type."""
     try:
         value = float(text)
     except ValueError:
@@ -206,7 +207,7 @@ def seconds(text: str) -> float:
 
 
 def read_text(path: Path) -> str:
-    """Text of a UTF-8 file; a byte order mark, which spreadsheets write, is no text. Raises InputError."""
+    """Return the text of a UTF-8 file, without the byte order mark of spreadsheets. Raises InputError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra plan`: the best schedule for given costs; from when on it hurts, what memory and another host are worth."""
+"""Define `adaptra plan`: the best schedule for given costs, when a loss is reached, and what memory or a new host
+saves."""
 
 from __future__ import annotations
 
@@ -46,10 +47,10 @@ from adaptra_megatron.tools.cli.planning.sweep import STOCK, stock_of, sweep
 from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress
 
 _SEGMENTS = 8
-"""Parts of a range that are looked at before the one in which the loss is reached is halved."""
+"""Parts of a range that are sampled, before the one that reaches the loss is bisected."""
 _HALVINGS = 7
 _LEAST_WORTH = 0.005
-"""Smaller steps of memory are left out."""
+"""Smaller gains by memory are left out."""
 _GIB = {"": 1.0, "GiB": 1.0, "MiB": 2.0**-10}
 
 
@@ -80,10 +81,10 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
 
 
 class LostTime:
-    """From which value of a range on an iteration takes a share longer than a healthy one does in the same order."""
+    """First value of a range at which an iteration takes a share longer than a healthy one in the same order."""
 
     def __init__(self, given: PlanInput, asked: WhatIf, lose: float, deadline_s: float | None) -> None:
-        """Raises InputError unless exactly one option is a range of numbers."""
+        """Search the range. Raises InputError unless exactly one option is a range of numbers."""
         axes = asked.axes(given.job)
         if len(axes) != 1 or axes[0].range is None:
             raise InputError("--lose needs one range to look in, such as --slow-link 3-4:latency=0..200ms")
@@ -102,10 +103,10 @@ class LostTime:
             }
         self.lose = lose
         self.found = {name: self._first(run, (1.0 + lose) * run(healthy)) for name, run in self._timed.items()}
-        """By order: the value; None if the range has none."""
+        """By order: the value; None if the range does not reach it."""
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result for JSON."""
         return {"lose": {"share": self.lose, "name": self._axis.name, "unit": self._axis.unit, "from": self.found}}
 
     def print_text(self) -> None:
@@ -124,7 +125,7 @@ class LostTime:
         print_table(("order", self._axis.name), rows)
 
     def _first(self, run: Callable[[JobCosts], float], limit_s: float) -> float | None:
-        """The value nearest to the harmless end of the range at which `run` takes more than `limit_s`."""
+        """Return the value nearest to the harmless end of the range at which `run` takes more than `limit_s`."""
         wide = self._axis.range
         assert wide is not None
 
@@ -147,7 +148,7 @@ class LostTime:
 
 
 class WonBack:
-    """Worth of more activations per stage."""
+    """Gain by more activations per stage."""
 
     def __init__(self, comparison: Comparison, activation_gib: float | None, deadline_s: float | None) -> None:
         self._comparison, self._gib = comparison, activation_gib
@@ -159,7 +160,7 @@ class WonBack:
         self.bought = more_memory(job.base, planned_s, least_gain=_LEAST_WORTH)
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result for JSON."""
         return {
             "win_back": [
                 {
@@ -189,7 +190,7 @@ class WonBack:
         print_table(("--max-in-flight", "iteration", "of healthy", "won back", "more per stage"), rows)
 
     def _share(self, bought: Bought) -> float | None:
-        """Share that is won back of what the slowness costs with the present memory."""
+        """Return the share of the loss (with the present memory) that is won back."""
         planned_s = self._comparison["planned"].makespan_s
         assert planned_s is not None
         lost_s = planned_s - self._comparison.healthy_s
@@ -201,21 +202,21 @@ class WonBack:
 
 
 class Exchange:
-    """Time after which it has paid to stop and make the job healthy."""
+    """Time after which it pays to stop the job and make it healthy."""
 
     def __init__(self, comparison: Comparison, downtime_s: float) -> None:
         planned_s = comparison["planned"].makespan_s
         assert planned_s is not None
         self.downtime_s = downtime_s
         self.gain_s = planned_s - comparison.healthy_s
-        """Per iteration."""
+        """Seconds per iteration."""
         self.iterations = downtime_s / self.gain_s if self.gain_s > 1e-6 * planned_s else None
-        """Iterations that a healthy job needs until it is ahead; None: it never is."""
+        """Iterations until a healthy job is ahead; None if it never is."""
         self.after_s = None if self.iterations is None else self.iterations * planned_s
-        """From the beginning of the standstill."""
+        """Seconds from the beginning of the standstill."""
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result for JSON."""
         found = {"downtime_s": self.downtime_s, "gain_s": self.gain_s, "iterations": self.iterations}
         return {"exchange": {**found, "pays_after_s": self.after_s}}
 

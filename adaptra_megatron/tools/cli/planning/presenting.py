@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show the outcome of `plan` and `simulate` as tables, JSON and drawings: a page, a trace for Perfetto, text."""
+"""Show results of `plan` and `simulate` as tables, JSON and pictures: a page, a trace for Perfetto, text."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asks_for_drawings(options: argparse.Namespace) -> bool:
-    """Return whether any is wanted."""
+    """Return whether any picture is requested."""
     return options.html is not None or options.trace is not None or options.timeline
 
 
 def draw(comparison: Comparison, name: str, options: argparse.Namespace) -> None:
-    """Write and print what `options` ask for. Raises InputError where that cannot be written."""
+    """Write and print the requested pictures. Raises InputError if one cannot be written."""
     if not asks_for_drawings(options):
         return
     if (options.html or options.trace) and comparison.job.base.custom_placement is not None:
@@ -73,7 +73,7 @@ def draw(comparison: Comparison, name: str, options: argparse.Namespace) -> None
 
 
 def _drawn(comparison: Comparison) -> list[Drawn]:
-    """The orders whose actions are known, in the replica that is the slowest with them."""
+    """Return the rows with a known order, each in its slowest replica."""
     found = []
     for row in comparison.rows:
         if row.schedule is None or row.simulation is None or row.name == "healthy":
@@ -94,7 +94,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def print_cap_warnings(costs: Costs, peaks: Sequence[float]) -> None:
-    """A line if caps are passed."""
+    """Print a warning if caps are exceeded."""
     over = costs.stages_over_cap(peaks)
     if not over:
         return
@@ -110,7 +110,7 @@ def print_cap_warnings(costs: Costs, peaks: Sequence[float]) -> None:
 
 
 def main_figures(simulation: JobSimulation, bound: LowerBound) -> dict[str, object]:
-    """First entries of every JSON output. Its keys are an interface: add, never rename."""
+    """Return the first entries of every JSON output. Keys are an interface: add, never rename."""
     return {
         "makespan_s": simulation.makespan_s,
         "lower_bound_s": bound.seconds,
@@ -125,7 +125,7 @@ _MOST_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOutcome:
-    """One schedule, or online dispatch, in all replicas of a job; a single pipeline is a job of one."""
+    """One schedule, or online dispatch, in all replicas of a job (one or more)."""
 
     name: str
     simulation: JobSimulation
@@ -137,15 +137,15 @@ class PlanningOutcome:
     """Why the slowest replica is slow."""
     planning_s: float | None = None
     online_makespan_s: float | None = None
-    """With `planning_s`: what dispatching online in each replica would take."""
+    """With `planning_s`: seconds with online dispatch in each replica."""
 
     @property
     def gap(self) -> float:
-        """Excess over the lower bound: 0.02 is 2%. Below 0 only if a cap is passed."""
+        """Time above the lower bound, as a share of it: 0.02 is 2%. Below 0 only if a cap is exceeded."""
         return self.lower_bound.gap_of(self.simulation.makespan_s)
 
     def document(self) -> dict[str, object]:
-        """For JSON; of a job of several replicas, with what is known of these."""
+        """Return the outcome for JSON, with the replicas if there are several."""
         document = main_figures(self.simulation, self.lower_bound)
         one = self.simulation.job.is_one_pipeline
         if self.planning_s is not None:
@@ -159,8 +159,8 @@ class PlanningOutcome:
         return document
 
     def print_text(self, comparison: Comparison, *, per_stage: bool) -> None:
-        """The figures in words, what they compare with, and a warning if caps are passed; a line per stage if asked,
-        and one for each of the slowest groups of replicas."""
+        """Print the figures, the comparison, and a warning if caps are exceeded. `per_stage`: also a line per stage.
+        Several replicas: also a line for each of the slowest groups."""
         costs, bound, job = self.simulation.job.base, self.lower_bound, self.simulation.job
         one = job.is_one_pipeline
         print(
@@ -242,7 +242,7 @@ def _replicas_document(outcome: PlanningOutcome) -> dict[str, object]:
 
 
 def _spread(simulation: JobSimulation) -> tuple[float, float, float]:
-    """Least, median and most seconds that a replica's pipeline takes, over all replicas."""
+    """Return the least, the median and the most seconds of a replica's pipeline, over all replicas."""
     seconds = [
         pipeline_s
         for group, pipeline_s in zip(simulation.job.groups, simulation.pipelines_s, strict=True)
@@ -264,11 +264,11 @@ class PresentedAnswer(Protocol):
         """Return the document for JSON."""
 
     def print_text(self) -> None:
-        """For people."""
+        """Print the answer as text."""
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
-    """Add the costs and every option that both commands have."""
+    """Add the costs, and all options that both commands have."""
     parser.add_argument("costs", type=Path, metavar="COSTS", help="file of costs, run, event log or trace")
     parser.add_argument("--plan", type=int, metavar="N", help="of a run: whose costs to take (default: the latest's)")
     parser.add_argument(
@@ -292,7 +292,8 @@ def present(
     options: argparse.Namespace,
     answers: Sequence[PresentedAnswer] = (),
 ) -> None:
-    """Print one answer, with what it compares with, and draw what is wanted. Raises InputError as `draw`."""
+    """Print the outcome with its comparison and the answers, and draw the requested pictures. Raises InputError as
+    `draw`."""
     if options.json:
         document = {**outcome.document(), "comparison": comparison.document()}
         for answer in answers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra simulate`: what a schedule takes under given costs."""
+"""Define `adaptra simulate`: the time of a schedule under given costs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _note_overlaps(schedule: str | None) -> None:
-    """Say on stderr that overlapped actions of a CSV file are timed as two."""
+    """Print on stderr that overlapped actions of a CSV file are simulated one after the other."""
     if schedule is not None and Path(schedule).is_file() and overlaps(read_text(Path(schedule))):
         print(f"note: {schedule} overlaps actions; they are timed one after the other here", file=sys.stderr)
 
@@ -111,7 +111,7 @@ def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) ->
 
 
 def _row(outcome: PlanningOutcome) -> ComparisonRow:
-    """The schedule that was asked for, in the comparison."""
+    """Return the row of the requested schedule in the comparison."""
     if outcome.schedule is None:
         return ComparisonRow(
             name=outcome.name,

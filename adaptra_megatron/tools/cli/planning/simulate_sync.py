@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra simulate-sync`: what it takes to synchronise gradients where one replica is always last, by algorithm and by
-mode."""
+"""Define `adaptra simulate-sync`: the time of gradient synchronisation with a straggler, by algorithm and by mode."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ from adaptra_megatron.tools.cli.terminal import print_table
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = {f"{prefix}B": float(factor) for prefix, factor in _PREFIXES.items()}
 _MOST_REPLICAS = 64
-"""For whom modes are foretold, update by update."""
+"""Most replicas for which modes are simulated, update by update."""
 _STALENESS = 4
-"""As --adaptra-max-staleness by default."""
+"""Default of --adaptra-max-staleness."""
 _EXAMPLES = """\
 examples:
   --ranks 8 --size 1GiB --bandwidth 450GiB/s --latency 3us --delay 0..5ms/10
@@ -50,24 +49,23 @@ examples:
 
 @dataclass(frozen=True)
 class SyncPoint:
-    """One case."""
+    """Results for one case."""
 
     ranks: int
     nbytes: int
     delay_s: float
     exposed_s: dict[str, float | None]
-    """By algorithm, from the arrival of the last rank; None where there is no schedule for so many ranks."""
+    """By algorithm: seconds from the arrival of the last rank; None if the algorithm does not support so many ranks."""
     iteration_s: dict[str, float | None]
     critical_delay_s: float | None
-    """From which on StragglAR takes less than a ring; None where it never does."""
+    """Delay from which on StragglAR is faster than a ring; None if it never is."""
     chosen: str
     chosen_nbytes: int
-    """What `auto` leaves to the algorithm that it has chosen; the rest is stock's."""
+    """Bytes that `auto` gives to its algorithm; stock's all-reduce does the rest."""
     modes: dict[str, dict[str, float]]
-    """By --adaptra-sync-mode that updates may be made in: see `_modes`; none without --compute, or for many replicas.
-    """
+    """By value of --adaptra-sync-mode: see `_modes`; empty without --compute, or for many replicas."""
     chosen_mode: str | None
-    """What `--adaptra-sync-mode auto` would choose."""
+    """Mode that `--adaptra-sync-mode auto` would choose."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -162,8 +160,8 @@ def _point(ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float, options
 
 @lru_cache
 def _modes(ranks: int, compute_s: float, delay_s: float, noise: float) -> tuple[tuple[Candidate, ...], str | None]:
-    """Return what each mode makes of replicas of which one is late: seconds per update, gradients in one, their
-    staleness, and the time that the progress of a synchronous update takes. And the one that would be chosen."""
+    """Return the modes for replicas of which one is late, and the one that would be chosen. Of each mode: seconds per
+    update, gradients per update, their staleness, and seconds for the progress of one synchronous update."""
     if compute_s == 0.0 or ranks > _MOST_REPLICAS:
         return (), None
     times_s = [compute_s] * (ranks - 1) + [compute_s + delay_s]
@@ -216,7 +214,8 @@ def _print_text(points: Sequence[SyncPoint]) -> None:
 
 
 def _draw(points: Sequence[SyncPoint], path: Path) -> None:
-    """A panel per number of replicas and size: exposed seconds over the delay. Raises InputError without matplotlib."""
+    """Draw a panel per number of replicas and size: exposed seconds over the delay. Raises InputError without
+    matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table over the values of one what-if option, or two: what each schedule would take."""
+"""Compute a table over the values of one or two what-if options: the time of each schedule."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from adaptra_megatron.tools.cli.planning.inputs import fixed_schedule
 from adaptra_megatron.tools.cli.terminal import print_table
 
 STOCK = "stock"
-"""Stock's order, with stock's sends that block."""
+"""Stock's order, with sends that block, as stock's do."""
 
 Timed = Callable[[JobCosts], JobSimulation | None]
-"""Function that times a schedule; returns None where Megatron would refuse it."""
+"""Function that times a schedule; returns None if Megatron would refuse it."""
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One cell of the table."""
+    """Results at one point of the table."""
 
     values: tuple[float, ...]
     """By axis."""
     makespan_s: dict[str, float | None]
-    """By name of the schedule; None where stock cannot run such a pipeline."""
+    """By name of the schedule; None if stock cannot run such a pipeline."""
     lower_bound_s: float
 
 
 @dataclass(frozen=True, repr=False)
 class Sweep:
-    """Time of each schedule at each value of one axis, or each pair of values of two."""
+    """Time of each schedule at each value of one axis, or at each pair of values of two axes."""
 
     axes: tuple[Axis, ...]
     names: tuple[str, ...]
     points: tuple[SweepPoint, ...]
-    """Rows one after the other."""
+    """Row by row."""
     over_cap: tuple[str, ...]
     """Schedules that hold more activations than some cap allows."""
 
     def show(self, *, as_json: bool) -> None:
-        """Print it: one JSON object on one line, or a table."""
+        """Print the table, or one JSON object on one line."""
         if as_json:
             print(json.dumps({"sweep": self.document()}, allow_nan=False))
             return
@@ -69,14 +69,14 @@ class Sweep:
         return f"<sweep over {' and '.join(axis.name for axis in self.axes)}: {len(self.points)} points>"
 
     def _repr_html_(self) -> str:
-        """The table, for notebooks."""
+        """Return the table for notebooks."""
         headings, rows = self._columns() if len(self.axes) > 1 else self._rows()
         lines = [("th", headings), *(("td", row) for row in rows)]
         cells = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) for tag, line in lines)
         return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the table for JSON."""
         rows, *columns = self.axes
         labels = {axis.name: dict(zip(axis.values, axis.labels, strict=True)) for axis in self.axes}
         points = []
@@ -100,7 +100,7 @@ class Sweep:
             print(f"  the link that matters most: {worst[0]}")
 
     def _rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Headings and cells over one axis."""
+        """Return headings and cells of a table over one axis."""
         (axis,) = self.axes
         rows = [
             (label, *(_shown(point.makespan_s[name]) for name in self.names), _shown(point.lower_bound_s))
@@ -113,7 +113,7 @@ class Sweep:
         print_table(*self._columns())
 
     def _columns(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The same over two, of one schedule."""
+        """Return headings and cells of a table over two axes, for one schedule."""
         rows, columns = self.axes
         (name,) = self.names
         width = len(columns.labels)
@@ -135,8 +135,8 @@ def sweep(
 ) -> Sweep:
     """Time `schedule` at each value of `axes`.
 
-    None: stock's, the zero-bubble one, planned ones, online dispatch; over two axes planned ones alone. `deadline_s` is
-    that of each plan. Raises InputError, CostError or ScheduleError.
+    None: stock's, the zero-bubble one, planned ones and online dispatch; over two axes, planned ones only.
+    `deadline_s`: for each plan. Raises InputError, CostError or ScheduleError.
     """
     if schedule is None and len(axes) > 1:
         schedule = "planned"
@@ -165,7 +165,7 @@ def sweep(
 
 
 def stock_of(costs: Costs) -> tuple[Schedule, bool] | None:
-    """Stock's order, and whether its sends block; None where Megatron would refuse it."""
+    """Return stock's order, and whether its sends block; None if Megatron would refuse it."""
     try:
         order = stock_order(costs.stages, costs.micro_batches, costs.chunks)
         check_fits(order, costs)
