@@ -48,7 +48,7 @@ class SharedRequests:
 
 
 MOST_AT_ONCE = 64
-"""Most events that one call of `exchange` receives."""
+"""Maximum number of events that one call of `exchange` receives."""
 _COUNT = "count"
 
 

@@ -12,7 +12,7 @@ from adaptra_megatron.transport.message_keys import TwoPathTransport
 
 
 class FixedPaths:
-    """Leaves links on their path: there is only one, or none is decided on."""
+    """Leaves links on their path, because there is only one path or because nothing decides on paths."""
 
     def steer(self, paths: Paths) -> None:
         """Switch links to the decided paths. Applying them twice changes nothing."""

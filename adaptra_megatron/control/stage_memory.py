@@ -120,7 +120,8 @@ class MemoryMeter:
         self._waiting_nbytes: float | None = None
         """Bytes that a pending weight gradient holds: the most of any chunk. None until one has been measured."""
         self._recomputed_nbytes = 0.0
-        """Most bytes that a whole backward needs besides activations: one recomputed span and its gradients."""
+        """Largest number of bytes that a whole backward needs besides activations: one recomputed span and its
+        gradients."""
         self._shortages = source.shortages()
 
     @property

@@ -84,7 +84,7 @@ class OpenTelemetryExport:
         readers: Sequence[MetricReader] | None = None,
         log_exporter: LogRecordExporter | None = None,
     ) -> None:
-        """Start the export. `readers`, `log_exporter`: None: those that the environment names. Raises
+        """Start the export. `readers`, `log_exporter`: by default, those that the environment names. Raises
         OpenTelemetryError."""
         try:
             from opentelemetry._logs import SeverityNumber

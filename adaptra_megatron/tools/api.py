@@ -54,7 +54,7 @@ class Answer:
     makespan_s: float
     lower_bound: LowerBound
     peak_in_flight: tuple[float, ...]
-    """Most activations that each stage holds at once, in any replica."""
+    """Maximum number of activations that each stage holds at once, in any replica."""
     simulation: Simulation
     """Start and end of each action of the slowest replica."""
     costs: Costs
@@ -159,8 +159,8 @@ def analyze(
     replicas: int | None = None,
     activation_gib: float | None = None,
 ) -> Analysis:
-    """Return what is slow in a recorded job, as `adaptra analyze` does. `doubt` says why if nothing is certain. Needs
-    numpy.
+    """Return what is slow in a recorded job, as `adaptra analyze` does; if that is uncertain, its `doubt` says why.
+    Needs numpy.
 
     `stages`, `replicas`: pipeline size and number of pipelines, if the traces lack them. Raises RecordingError if
     there is no recording, ReplayError if no step can be replayed.

@@ -32,11 +32,11 @@ LEAST_FAR_S = 5e-3
 NO_LONGER_FAR = 0.5
 """Share of both limits below which the link returns to the preferred path."""
 GAIN_SHARE = 0.2
-"""Least gain that is worth a change, as a share of the message's cost."""
+"""Minimum gain that is worth a change, as a share of the message's cost."""
 GAIN_PER_ACTION = 0.25
-"""Least gain that is worth a change, in mean actions: smaller ones hardly change any schedule."""
+"""Minimum gain that is worth a change, in mean actions: smaller ones hardly change any schedule."""
 LEAST_GAIN_S = 2e-3
-"""Least gain that is worth a change, in seconds: on a busy host, links vary by as much."""
+"""Minimum gain that is worth a change, in seconds: on a busy host, links vary by as much."""
 _NEVER = math.inf
 """Cost of a message on a dead path."""
 
@@ -280,7 +280,7 @@ class ProbeSettings:
     share_in_trouble: float = 0.05
     """The same while either path is not healthy, so that a change may pay."""
     least_s: float = 1.0
-    """Least seconds between two bursts while both are healthy."""
+    """Minimum seconds between two bursts while both are healthy."""
     first_bursts: int = 4
     """Bursts in the first iterations, one each, so that the path is known before it is needed."""
     attempts: int = 8

@@ -97,7 +97,7 @@ class PlanState:
         """By number of micro-batches."""
         self._stock: dict[int, Schedule] = {}
         self._peaks: dict[int, Sequence[float]] = {}
-        """Most activations that each stage holds in stock's order, by number of micro-batches."""
+        """Largest number of activations that each stage holds in stock's order, by number of micro-batches."""
         self._evaluation: dict[int, Schedule] = {}
         self._given_costs: Costs | None = None
         if config.costs_json is not None:

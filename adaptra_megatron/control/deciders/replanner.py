@@ -119,7 +119,7 @@ def iteration_s(layout: Layout, schedule: Schedule, costs: Costs) -> float:
 
 
 def memory_wanted(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> MemoryWanted:
-    """Return the event: the time of the plan within the caps, and of plans with higher caps. `bought`: these."""
+    """Return the event: the time of the plan within the caps, and of plans with higher caps (`bought`)."""
     (source, target), cost = max(costs.links.items(), key=lambda item: item[1].transfer_s, default=((0, 0), NO_COST))
     slow = cost.transfer_s > MATERIAL_CHANGE * costs.forward_s[source][0]
     return MemoryWanted(

@@ -141,7 +141,7 @@ def schedule_of(orders: Mapping[str, str], replicas: int, stages: int, micro_bat
 STRAGGLES = 1.15
 """A cell straggles if it takes this many times as long as the fastest of its stage."""
 MOST_SHOWN = 256
-"""Most cells whose figures are all sent: every rank receives them in every iteration."""
+"""Maximum number of cells whose figures are all sent: every rank receives them in every iteration."""
 
 Tables = dict[str, tuple[tuple[float, ...], ...]]
 """Seconds by name of the table in `Costs`, then [stage][chunk]."""

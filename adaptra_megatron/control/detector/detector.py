@@ -587,8 +587,8 @@ class Detector:
         return [finding for finding in findings if finding is not None]
 
     def _slow_since(self, identity: LinkId) -> int | None:
-        """Return the first iteration since when another path, or the other direction, of this link is not healthy;
-        None if all are healthy."""
+        """Return the iteration from which on another path, or the other direction, of this link is not healthy; None if
+        all are healthy."""
         source, target = identity.source, identity.target
         ends = ((source, target), (target, source))
         others = [

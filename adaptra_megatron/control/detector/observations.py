@@ -34,7 +34,7 @@ class ChangeSettings:
     single_iteration: bool
     """Whether overwhelming evidence of one iteration is enough."""
     replica_factor: float
-    """From the start, a series is slow if it exceeds the same position of the other pipelines by this factor."""
+    """A series is slow from the start if it exceeds the same position of the other pipelines by this factor."""
     peer_factor: float
     """The same for other positions of its pipeline, which differ more; used if there are too few pipelines."""
 
@@ -69,9 +69,9 @@ class DetectorSettings:
     settling_iterations: int = 3
     """Iterations that the first baseline is taken from, before anything is judged."""
     baseline_iterations: int = 32
-    """Most iterations of one level that a new iteration is compared with."""
+    """Maximum number of iterations of one level that a new iteration is compared with."""
     estimate_iterations: int = 8
-    """Most iterations of one level that estimates are made from."""
+    """Maximum number of iterations of one level that estimates are made from."""
     confirm_iterations: int = 2
     """Consecutive iterations that must agree on a change that is not overwhelming."""
     recurrent_iterations: int = 4
@@ -83,10 +83,10 @@ class DetectorSettings:
     longest_hold_iterations: int = 64
     """Longest hold time."""
     min_messages: int = 3
-    """Fewest messages of an iteration that a link is judged by."""
+    """Minimum number of messages of an iteration that a link is judged by."""
     overwhelming_messages: int = 6
-    """Fewest messages that can be overwhelming evidence; messages that arrived together with a later one do not count.
-    """
+    """Minimum number of messages that can be overwhelming evidence; messages that arrived together with a later one do
+    not count."""
     planning_quantile: float = 0.75
     """Quantile of transfer times to plan for: a delay that is too high costs memory, one that is too low costs time."""
     size_tolerance: float = 0.25

@@ -24,7 +24,7 @@ from adaptra_megatron.control.detector.observations import ChangeSettings, Detec
 Array = npt.NDArray[np.float64]
 
 MIN_MESSAGES = 6
-"""Fewest messages that a bandwidth is fitted to."""
+"""Minimum number of messages that a bandwidth is fitted to."""
 TELLING = 0.7
 """A fitted bandwidth is used if it reduces the spread of the latencies to at most this share."""
 OUTLIERS = 0.1
@@ -151,7 +151,7 @@ _KEPT_VALUES = 64
 _SCALE = 1.4826
 """Standard deviation of a normal distribution per median absolute deviation."""
 _ENOUGH_ITERATIONS = 5
-"""Fewest iterations from which the scatter of medians is computed."""
+"""Minimum number of iterations from which the scatter of medians is computed."""
 
 
 def quantiles(ordered: Sequence[float], *fractions: float) -> list[float]:
@@ -406,7 +406,8 @@ class Series:
     def _healthy_limit(self, batch: Batch, action_s: float) -> float:
         """Return the limit below which a slow series counts as healthy again: half-way to what would be called slow.
 
-        In between, the state stays, so that it does not flap. From far above, a fall to nearly that limit is enough.
+        In between, the state stays, so that it does not flap. If the level was far above, the limit is nearly as high
+        as what would be called slow.
         """
         baseline, changes = self.baseline, self._changes
         noise_s = 0.75 * changes.sigmas * baseline.noise(batch.count)

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from adaptra_megatron.common.layout import Cell
 
 WINDOW = 20
-"""Number of latest iterations that are judged together."""
+"""Number of latest iterations judged together."""
 LEAST = 15
-"""Fewest iterations before anything is found."""
+"""Minimum number of iterations before anything is found."""
 UNUSUAL = 5
 """First iterations of a process, which are not judged: they set things up."""
 OFTEN, SELDOM = 0.8, 0.25

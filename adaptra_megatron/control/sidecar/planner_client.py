@@ -121,7 +121,7 @@ class Decided(TaggedMessage, tag="decided", frozen=True, kw_only=True):
     decision: Decision | None
     """None if none could be made."""
     failure: str
-    """Why not."""
+    """Why no decision could be made; empty if one was."""
     lines: tuple[Line, ...]
     events: tuple[str, ...]
     """Events, encoded as in an event log; their stamps are not used."""
@@ -142,7 +142,7 @@ longer."""
 LATE_S = 30.0
 """Longest wait for the report of another rank; then the current plan stays."""
 _MOST_NAMED = 8
-"""Most ranks named in a line of the log."""
+"""Maximum number of ranks named in a line of the log."""
 
 
 class NoDecisionError(RuntimeError):

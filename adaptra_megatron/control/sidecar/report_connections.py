@@ -42,7 +42,7 @@ PLANNER_KEY = "planner"
 """Key in the job's store: the address that the other ranks connect to."""
 
 MOST_AWAITED = 8
-"""Most iterations kept open for missing reports: ranks of a replica are at most two iterations apart."""
+"""Maximum number of iterations kept open for missing reports: ranks of a replica are at most two iterations apart."""
 
 
 class Address(NamedTuple):
@@ -148,7 +148,7 @@ def round_of(reported: Reported) -> Round:
 HANDSHAKE_S = 10.0
 """Longest wait for the next message of a handshake."""
 _MOST_UNSENT_NBYTES = 1 << 20
-"""Most bytes queued for a rank that does not read; more are dropped."""
+"""Maximum number of bytes queued for a rank that does not read; more are dropped."""
 
 
 def purpose_of(place: str, rank: int, leader: int) -> Purpose:
@@ -216,7 +216,7 @@ _PAUSE_S = (0.5, 1.5)
 """Seconds between two attempts to connect, at random so that ranks do not all connect at once. Doubled after each
 failure."""
 _MOST_DOUBLED = 32.0
-"""Most times that the pause is doubled to, in first pauses."""
+"""Longest pause, as a multiple of the first one."""
 _SEND_S = 1.0
 """Longest wait for a report to enter the kernel's buffer, which holds dozens."""
 _PART_NBYTES = 1 << 16

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that come last to gradient synchronisation: what ranks report, what is found, and what a host does of it."""
+"""Detection of replicas that come last to gradient synchronisation, and the host's policy for them."""

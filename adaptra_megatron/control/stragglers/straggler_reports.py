@@ -13,7 +13,7 @@ from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Ro
 from adaptra_megatron.control.sidecar.sidecar_process import Line, SidecarMessages
 
 MOST_ROWS = 512
-"""Most iterations of one report, and most incomplete iterations that are kept."""
+"""Maximum number of iterations of one report, and of incomplete iterations kept."""
 _MOST_NBYTES = 1 << 22
 
 PLACE = "stragglers"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Word events and findings, for the log, `adaptra status`, the report and the analysis.
+"""Describe events and findings, for the log, `adaptra status`, the report and the analysis.
 
 The detector judges each direction and each path of each pipeline's link separately. If a cable becomes slow, all of
 these show it, in every replica and lane. So findings on links between the same two hosts are worded as one, with their

@@ -63,7 +63,7 @@ class RunLog:
         self._found, self._planned = RateLimitedLog(logger, MOST_IN_A_ROW), RateLimitedLog(logger, MOST_IN_A_ROW)
         # By cable (both directions and paths, all pipelines), stage or replica:
         self._unhealthy: dict[Hashable, dict[object, Detection]] = {}
-        """Findings that are slow or dead, by direction, path and pipeline."""
+        """Findings of slow or dead links and stages, by direction, path and pipeline."""
         self._latest: dict[Hashable, Detection] = {}
         self._said: dict[Hashable, str] = {}
         """State in the latest line."""

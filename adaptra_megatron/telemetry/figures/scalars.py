@@ -18,7 +18,7 @@ logger = logger_of(__name__)
 
 MEGATRON_VARIABLES = "megatron.training.global_vars"
 LINKS_SHOWN = 16
-"""Most links (or stages) for which each has a curve; the slowest link always has one."""
+"""Maximum number of links (or stages) for which each has a curve; the slowest link always has one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,7 +173,7 @@ class RankTrace:
 
 
 _MOST_HEADER = 1 << 12
-"""Most characters of a header."""
+"""Maximum number of characters of a header."""
 
 
 class TraceHeader(NamedTuple):

@@ -64,7 +64,8 @@ def take_policy(trace_directory: Path | str) -> str:
 KEPT_ITERATIONS = 32
 """Number of past iterations that can be requested; about 0.2 MB of records for 24 micro-batches."""
 MOST_PER_REQUEST = 256
-"""Most iterations of one request; more are dropped. To trace a whole run, use --adaptra-trace-dir alone."""
+"""Maximum number of iterations of one request; more are dropped. To trace a whole run, use --adaptra-trace-dir
+alone."""
 _NAME = re.compile(r"(?:(?P<word>next|last)(?:-(?P<count>[0-9]{1,9}))?|(?P<first>[0-9]{1,9})(?:-(?P<end>[0-9]{1,9}))?)")
 
 

@@ -37,7 +37,7 @@ from adaptra_megatron.tools.report.report_page import Panel, page_environment
 from adaptra_megatron.tools.report.timelines import Timeline
 
 MOST_REPLICAS = 64
-"""Most rows of the table of workers."""
+"""Maximum number of rows of the table of workers."""
 
 
 def analysis_page(analysis: Analysis, *, title: str = "") -> str:
@@ -141,7 +141,7 @@ def _facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 MOST_ROWS = 8
-"""Most workers, replicas and links in the text."""
+"""Maximum number of workers, replicas and links in the text."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ DEADLINE_S = 30.0
 """Time limit for all transports together, with the start of the processes."""
 _RANK_MODULE = "adaptra_megatron.tools.local_ranks.self_test_rank"
 _LEAST_S = 2.0
-"""Least seconds left for a check to start."""
+"""Minimum seconds left for a check to start."""
 
 
 def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> list[HostFinding]:

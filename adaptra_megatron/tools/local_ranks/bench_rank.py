@@ -126,7 +126,7 @@ WARM_UP_ROUNDS = 2
 """First rounds, which are not measured: they pay for fresh memory."""
 BURST_NBYTES = 512 * MEBIBYTE
 BURST_MESSAGES = 2000
-"""Most bytes and messages that are sent for one value of throughput; at least four messages."""
+"""Maximum number of bytes and messages that are sent for one value of throughput; at least four messages."""
 ROUND_TRIPS, ROUND_TRIP_NBYTES = 300, 128 * MEBIBYTE
 """The same for one value of latency."""
 YARDSTICK_NBYTES = MEBIBYTE

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the stage and replica of each range of a recording.
 
-Labels count: in arguments, in names of threads and processes, in Kineto's distributedInfo, and the virtual stages of
-torch.distributed.pipelining. Missing ones come from the user, or from ranks and process numbers, with a note; none is
-assumed to be 0. Of ranks that share a cell (tensor parallelism), the first stands for all.
+Both are read from labels: in arguments, names of threads and processes, Kineto's distributedInfo, and virtual stages
+of torch.distributed.pipelining. If labels are missing, the user gives the numbers, or they are inferred from ranks and
+process numbers, with a note. None is assumed to be 0. Of ranks that share a cell (tensor parallelism), the first
+stands for all.
 """
 
 from __future__ import annotations

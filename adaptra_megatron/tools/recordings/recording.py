@@ -119,7 +119,7 @@ def _aligned(step: RecordedStep) -> RecordedStep:
 
 
 MOST_NAMED = 8
-"""Most numbers that a sentence lists; of more, it gives the count."""
+"""Longest list of numbers in a sentence; of more, it gives the count."""
 
 
 class RecordingError(ValueError):

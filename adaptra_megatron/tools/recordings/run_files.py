@@ -39,7 +39,7 @@ WORTH_PROCESSES_NBYTES = 16 << 20
 """Total size from which on several processes read faster than one."""
 MOST_PROCESSES = 8
 MOST_NAMED = 12
-"""Most ranks that a sentence lists; of more, it gives the count."""
+"""Maximum number of ranks that a sentence lists; of more, it gives the count."""
 
 
 class Pipelines(NamedTuple):

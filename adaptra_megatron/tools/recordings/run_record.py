@@ -36,7 +36,8 @@ from adaptra_megatron.tools.recordings.run_files import (
 )
 
 MOST_FILES_TO_COMPARE = 256
-"""Most ranks whose traces are all read to find the slowest pipeline; of more, only the first pipeline is read."""
+"""Maximum number of ranks whose traces are all read to find the slowest pipeline; of more, only the first pipeline is
+read."""
 STEP = 0.08
 """Relative change of the iteration time, in two consecutive iterations, that begins a new part."""
 

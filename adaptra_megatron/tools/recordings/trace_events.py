@@ -26,7 +26,7 @@ from adaptra_megatron.telemetry.background_writer import is_no_file
 from adaptra_megatron.tools.recordings.recording import NoTraceError, RecordingError
 
 MOST_NBYTES = 16 << 30
-"""Most bytes of one file, after decompression."""
+"""Maximum number of bytes of one file, after decompression."""
 MOST_RATIO, UNSUSPICIOUS_NBYTES = 250, 64 << 20
 """Largest ratio of decompression above that size; traces usually have 10 to 50."""
 HEAD_NBYTES = 4096
@@ -149,7 +149,7 @@ _BLOCK_NBYTES = 8 << 20
 _TAIL_NBYTES = 1 << 16
 """Bytes before a block's end in which the end of an event is searched."""
 _MOST_NBYTES = 256 << 20
-"""Most bytes of a single event, and of the rest outside the list of events."""
+"""Maximum number of bytes of a single event, and of the rest outside the list of events."""
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _LIST = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SPACE = re.compile(r"[\s,]*")

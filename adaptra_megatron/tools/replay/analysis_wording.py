@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Word the figures of a recording."""
+"""Describe the figures of a recording in sentences."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class _Step:
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Most activations that each stage held."""
+        """Largest number of activations that each stage held."""
         return peak_in_flight(self.pipelines.schedule, 0.0)
 
     @cached_property

@@ -102,7 +102,7 @@ def _ends(batch: ReplayBatch, work_s: Work | None, launch_delays: bool) -> list[
 STEP_CHANGE = 0.08
 """Relative change that divides a recording, as in reports of runs."""
 _SHORTEST_PART = 2
-"""Fewest steps of a part."""
+"""Minimum number of steps of a part."""
 
 
 def paces_of(batches: Sequence[ReplayBatch]) -> dict[Cell, dict[int, float]]:

@@ -31,7 +31,7 @@ from adaptra_megatron.tools.replay.replay_graph import ReplayEvent
 SLOWEST_WORKERS = 0.03
 """Share of all workers that M_W idealises, at least one; as in the paper."""
 _MOST_TIMES = 1 << 24
-"""Most times held at once, which limits the questions replayed together."""
+"""Maximum number of times (floats) held at once, which limits the questions replayed together."""
 
 Kept = Collection[tuple[object, ...]]
 """Names of events that a question does not idealise: ("type", ...), ("cell", ...) and ("link", ...). An event matches

@@ -30,7 +30,7 @@ from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord
 from adaptra_megatron.tools.report.report_findings import PartFinding
 
 _MOST_DOTS = 400
-"""Most iterations that are drawn as dots; of more, only the line is drawn."""
+"""Maximum number of iterations that are drawn as dots; of more, only the line is drawn."""
 _MOST_POINTS = 2000
 
 

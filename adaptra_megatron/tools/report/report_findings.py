@@ -22,7 +22,8 @@ from adaptra_megatron.tools.report.waiting import Cause, CauseKind, Flight, Iter
 Link = tuple[int, int]
 
 MOST_RECORDS = 300_000
-"""Most records analysed in total, which takes seconds; of a longer run, fewer iterations of each part are used."""
+"""Maximum number of records analysed in total, which takes seconds; of a longer run, fewer iterations of each part are
+used."""
 SLOW_SHARE = 0.25
 """A link counts as slow if three of four messages take more than this share of a mean action."""
 CREDIBLE = 0.1

@@ -38,10 +38,10 @@ from adaptra_megatron.tools.report.timelines import (
 MOST_EVENTS = 300
 MOST_LINKS = 24
 MOST_PARTS = 40
-"""Most parts of the run in bars and tables."""
+"""Maximum number of parts of the run in bars and tables."""
 MOST_TIMELINES = 8
 MOST_MISSING = 12
-"""Most sentences on missing data."""
+"""Maximum number of sentences on missing data."""
 
 
 class MissingIterationError(ValueError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Word findings and events for the report. The result is plain text; the page escapes it."""
+"""Describe findings and events for the report. The result is plain text; the page escapes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORTH_SAYING = 0.03
 MOST_SENTENCES = 8
 MOST_REPETITIONS = 4
 MOST_FAILED = 2
-"""Most failed ranks that a sentence names."""
+"""Maximum number of failed ranks that a sentence names."""
 REGULAR = 0.2
 """Gaps count as regular if they differ by at most this share of their median."""
 
@@ -151,8 +151,8 @@ def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
 
 
 def _repeated(group: Sequence[Change]) -> str:
-    """Word repeated changes, such as "81 times an iteration went from 1.55 s to 2.05 s, every 24 iterations, first in
-    24, last in 1968."."""
+    """Describe repeated changes, such as "81 times an iteration went from 1.55 s to 2.05 s, every 24 iterations, first
+    in 24, last in 1968."."""
     firsts = [after.part.first for _before, after in group]
     gaps = [later - earlier for earlier, later in zip(firsts, firsts[1:], strict=False)]
     usual = median(gaps)
@@ -214,7 +214,7 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
 
 
 def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) -> str:
-    """Word changes of links, such as "messages of links 3→4 and 4→3 took 81 ms instead of 0.7 ms"; slower ones
+    """Describe changes of links, such as "messages of links 3→4 and 4→3 took 81 ms instead of 0.7 ms"; slower ones
     first."""
     phrases: list[str] = []
     for slow in (True, False):
@@ -239,7 +239,7 @@ def _states_of_links(after: PartFinding) -> dict[Link, str]:
 
 
 def _said_of_links(states: Mapping[Link, str]) -> str:
-    """Word states of links, such as "links 3→4 and 4→3 were slow"; "" without links."""
+    """Describe states of links, such as "links 3→4 and 4→3 were slow"; "" without links."""
     parts = []
     for state in sorted(set(states.values())):
         links = {link for link, said_of_it in states.items() if said_of_it == state}

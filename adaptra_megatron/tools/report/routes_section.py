@@ -21,7 +21,7 @@ from adaptra_megatron.tools.recordings.run_record import began_at, replicas_of
 
 MOST_GRIDS = 4
 MOST_REPLICAS = 24
-"""Most rows of a grid; replicas that straggle or are rerouted come first."""
+"""Maximum number of rows of a grid; replicas that straggle or are rerouted come first."""
 
 _Cell = tuple[int, int]
 """Replica and stage."""

@@ -244,7 +244,8 @@ def _remedy(links: Sequence[LinkDetection], hosts: Sequence[str], wanted: Memory
 
 
 def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[int | None, int | None]:
-    """Return number and iteration of the latest switch of plans by `rank` since then; Nones if there is none."""
+    """Return number and iteration of the latest switch of plans by `rank` since iteration `since`; Nones if there is
+    none."""
     found: tuple[int | None, int | None] = None, None
     for each in events:
         if isinstance(each.event, PlanSwitched) and each.stamp.rank == rank and each.stamp.iteration >= since:
@@ -253,7 +254,7 @@ def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[
 
 
 def _memory_wanted(events: Iterable[StampedEvent], links: Sequence[LinkDetection], since: int) -> MemoryWanted | None:
-    """Return the latest event on more memory since then, if one of `links` is the cause."""
+    """Return the latest event on more memory since iteration `since` of which one of `links` is the cause."""
     ends = {ends_of(link) for link in links}
     later = [found.event for found in events if found.stamp.iteration >= since]
     wanted = [each for each in later if isinstance(each, MemoryWanted) and (each.source, each.target) in ends]
@@ -266,7 +267,7 @@ SILENT_S, SILENT_ITERATIONS = 120.0, 10
 """A run counts as silent if it has written nothing for both of these; it writes times of iterations about every 20
 s."""
 MOST_LINES = 8
-"""Most lines of one kind."""
+"""Maximum number of lines of one kind."""
 _NORMAL_END = "the program ended"
 
 

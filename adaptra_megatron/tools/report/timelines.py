@@ -110,9 +110,9 @@ _TICK_ROOM = 28
 """Half the width of a tick's label."""
 _STRIPES_APART = 6.0
 MOST_IN_WORDS = 16
-"""Most stages that a picture's description lists."""
+"""Maximum number of stages that a picture's description lists."""
 MOST_LOOKED_UP = 12_000
-"""Most actions and waits of an iteration for which the page has texts under the pointer."""
+"""Maximum number of actions and waits of an iteration for which the page has texts under the pointer."""
 
 
 class Timeline:

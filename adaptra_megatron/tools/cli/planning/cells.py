@@ -92,7 +92,7 @@ def _letter(simulation: RoutedSimulation, number: int, moment_s: float, replica:
 
 
 _MOST_ROWS = 16
-"""Most rows of the table of moves."""
+"""Maximum number of rows of the table of moves."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class ComparisonRow:
 
     @property
     def peak(self) -> float | None:
-        """Most activations that any stage holds."""
+        """Largest number of activations that any stage holds."""
         return None if self.simulation is None else max(self.simulation.peak_in_flight)
 
 

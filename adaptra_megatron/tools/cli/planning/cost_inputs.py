@@ -63,7 +63,7 @@ examples:
 """
 
 At = Mapping[str, float]
-"""By name of a range: its present value."""
+"""The value that each range is at, by the range's name."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def main_figures(simulation: JobSimulation, bound: LowerBound) -> dict[str, obje
 
 
 _MOST_ROWS = 8
-"""Most rows of the table of replicas, slowest first."""
+"""Maximum number of rows of the table of replicas, slowest first."""
 
 
 @dataclass(frozen=True, kw_only=True)

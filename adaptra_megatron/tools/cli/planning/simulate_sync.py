@@ -37,7 +37,7 @@ from adaptra_megatron.tools.cli.terminal import print_table
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = {f"{prefix}B": float(factor) for prefix, factor in _PREFIXES.items()}
 _MOST_REPLICAS = 64
-"""Most replicas for which modes are simulated, update by update."""
+"""Maximum number of replicas for which modes are simulated, update by update."""
 _STALENESS = 4
 """Default of --adaptra-max-staleness."""
 _EXAMPLES = """\
