@@ -300,7 +300,7 @@ class AdaptraConfig:
 
 _OF_HOSTS = ("rnics", "interface", "port_range", "prometheus_port", "prometheus_address", "trace_dir")
 OPTIONS: tuple[Field[Any], ...] = tuple(option for option in fields(AdaptraConfig) if option.metadata)
-"""Those that have flags, in the order of the help."""
+"""Fields with flags, in the order of the help."""
 
 
 @dataclass(frozen=True)
@@ -445,9 +445,9 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
 # What settings name: files of plans, costs and communicators; an interface. Judged before training, without torch.
 
 _MOST_NBYTES = 256 << 20
-"""Largest file that is read: plans of the largest jobs have some MiB."""
+"""Maximum size of an input file: plans of the largest jobs have a few MiB."""
 _COMMUNICATOR_RANGES = {"min_ctas": (1, 2**31 - 1), "max_ctas": (1, 2**31 - 1), "cga_cluster_size": (0, 8)}
-"""As NCCL takes them."""
+"""Ranges that NCCL accepts."""
 
 
 def validate_files(config: AdaptraConfig, stages: int | None = None) -> None:

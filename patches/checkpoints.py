@@ -27,7 +27,7 @@ PATCHES = (
         target="megatron.training.training:save_checkpoint",
         versions=SUPPORTED,
         parameters=("iteration", "model", "optimizer", "opt_param_scheduler"),
-        reason="where ranks have died, those that live write the checkpoint as if they were all; and again if one dies",
+        reason="after rank failures, live ranks write the checkpoint as if they were all, and again if one fails",
         replace=_save,
     ),
 )

@@ -39,7 +39,7 @@ PATCHES = (
         target="megatron.core.optimizer:DistributedOptimizer",
         versions=SUPPORTED,
         parameters=("optimizer", "config", "grad_scaler", "model_chunks", "per_model_buffers", "data_parallel_group"),
-        reason="a rank that dies takes its shard of the optimizer's state with it: another steps a copy of each",
+        reason="a rank that fails takes its shard of the optimizer's state with it: another steps a copy of each",
         replace=_with_copies,
     ),
     Patch(

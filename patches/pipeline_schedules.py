@@ -31,7 +31,7 @@ _PARAMETERS = (
     "first_val_step",
     "adjust_tensor_shapes_fn",
 )
-"""What every release has; what came later is asked for by `runtime.megatron.compat`."""
+"""What every release has; `megatron.compat` has the later ones."""
 
 
 def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: bool) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ PATCHES = (
         target="megatron.training.training:setup_model_and_optimizer",
         versions=SUPPORTED,
         parameters=("model_provider_func", "model_type"),
-        reason="what trains is handed over to ranks that are started again",
+        reason="restarted ranks receive the state of model and optimizer",
         replace=_made,
     ),
     Patch(
@@ -78,7 +78,7 @@ PATCHES = (
         target="megatron.training.training:build_train_valid_test_data_iterators",
         versions=SUPPORTED,
         parameters=("build_train_valid_test_datasets_provider",),
-        reason="a rank that is started again gets what the others have, and reads data from where they are",
+        reason="a restarted rank receives the others' state, and reads data from their position",
         replace=_begun,
     ),
 )

@@ -12,7 +12,7 @@ class Backoff:
         self.pause_s = first_s
         """The next pause."""
         self.failures = 0
-        """Pauses since the last attempt that succeeded."""
+        """Number of pauses since the last successful attempt."""
 
     def next_s(self) -> float:
         """Return the pause before the next attempt, in seconds, and lengthen the one after it."""

@@ -101,7 +101,7 @@ class DeadlineStore:
             self._silent = True
             raise SilentStoreError(
                 f"the job's store has not answered for {self._timeout_s:g} s (--adaptra-timeout-s): the process that "
-                "serves it, the launcher of node rank 0, stands still, or its host cannot be reached; see to it, and "
+                "serves it, the launcher of node rank 0, is stalled, or its host cannot be reached; fix that, and "
                 "restart from the last checkpoint"
             ) from None
         if failure is not None:
@@ -117,7 +117,7 @@ def _answer(requests: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 SECRET_VARIABLE = "ADAPTRA_SECRET_FILE"
 _LONGEST_SECRET = 4096
 _LEAST_S = 0.1
-"""For a connection to the store, however late it is."""
+"""Minimum time for a connection to the store, even past a deadline."""
 _SECRET_KEY = "adaptra/transport/secret"
 MOST_SPARE = 4
 """Clients kept for the next borrower: a stage has four directed links to its neighbours."""
@@ -251,11 +251,11 @@ def _secret_of(path: str) -> bytes:
         with open(path, "rb") as file:
             status, content = os.fstat(file.fileno()), file.read(_LONGEST_SECRET).strip()
     except OSError as cause:
-        raise SecretError(f"{SECRET_VARIABLE}: {cause}; it is to name a file that this rank can read") from cause
+        raise SecretError(f"{SECRET_VARIABLE}: {cause}; it must name a file that this rank can read") from cause
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
         raise SecretError(
-            f"{SECRET_VARIABLE}: {path} has mode {stat.filemode(status.st_mode)} and is user {status.st_uid}'s: it is "
-            "to be a file that its owner, the user of this job, alone can read (chmod 600)"
+            f"{SECRET_VARIABLE}: {path} has mode {stat.filemode(status.st_mode)} and is user {status.st_uid}'s: only "
+            "its owner, the user of this job, may be able to read it (chmod 600)"
         )
     if len(content) < SECRET_NBYTES:
         raise SecretError(

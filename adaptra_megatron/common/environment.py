@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 OFF_VARIABLE = "ADAPTRA_DISABLE"
-"""Environment variable that turns us off, unless it is empty or 0: flags are read, and Megatron is left as it is."""
+"""Environment variable that turns the package off, unless empty or 0: flags are read, but Megatron is not patched."""
 ON_VARIABLE = "ADAPTRA"
-"""Environment variable that is --adaptra, unless it is empty or 0, for every process that inherits it."""
+"""Environment variable that acts as --adaptra, unless empty or 0, in every process that inherits it."""
 FLAGS_VARIABLE = "ADAPTRA_ARGS"
-"""Environment variable with further --adaptra flags, unless ADAPTRA is 0; the command line's come after them."""
+"""Environment variable with further --adaptra flags, unless ADAPTRA is 0; those of the command line come after them."""
 START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
-"""How often the launcher has started this rank again; unset in the first process of a rank."""
+"""Number of times that the launcher has restarted this rank; unset in its first process."""
 
 
 def is_set(variable: str, default: str = "0") -> bool:
@@ -27,7 +27,7 @@ def is_turned_off() -> bool:
 
 
 NEEDED = "2.8.0a0"
-"""The first: Store.clone() comes with it. NVIDIA numbers its builds so."""
+"""First supported torch: it has Store.clone(). NVIDIA's builds are numbered so."""
 
 
 def remedy(version: str) -> str:

@@ -50,7 +50,7 @@ def nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 Entry = TypeVar("Entry")
 
 _MOST_NBYTES = 1 << 20
-"""Longest entry of one rank."""
+"""Maximum size of one rank's entry."""
 
 
 def gather_layout(
@@ -88,11 +88,11 @@ def gather(mine: Entry, group: dist.ProcessGroup | None = None) -> list[Entry]:
     dist.all_gather(sizes, torch.tensor([len(packet)], device=device), group=group)
     of_each = torch.cat(sizes).tolist()
     if not 0 < min(of_each) <= max(of_each) <= _MOST_NBYTES:
-        raise RuntimeError(f"ranks hand in {of_each} bytes, of {_MOST_NBYTES} at most: install one release on all")
+        raise RuntimeError(f"entries have {of_each} bytes, of {_MOST_NBYTES} at most: install one release on all")
     padded = torch.frombuffer(bytearray(packet.ljust(max(of_each))), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(padded) for _ in ranks]
     dist.all_gather(gathered, padded, group=group)
     try:
         return [unpacked(entry.cpu().numpy().tobytes(), kind, _MOST_NBYTES) for entry in gathered]
     except ValueError as cause:
-        raise RuntimeError(f"a rank hands in what is no {kind.__name__} of this release: {cause}") from cause
+        raise RuntimeError(f"the entry of a rank is no {kind.__name__} of this release: {cause}") from cause

@@ -230,13 +230,16 @@ def _why_wrong(purpose: Purpose) -> HandshakeRefusal:
 logger = logger_of(__name__)
 
 MOST_UNPROVEN = 64
-"""Connections in their handshake at once; one more, and one of the source that has most of them is dropped. Any of
-them: dropping the oldest would hit who is far away, and the newest who comes after silent ones."""
+"""Maximum number of connections in their handshake.
+
+Beyond it, a random connection of the source with the most of them is dropped. Dropping the oldest would hit distant
+peers, and dropping the newest those that come after silent ones.
+"""
 _PAUSE_S = 0.1
-"""After an error of accept() that is not the caller's fault (no file descriptors left)."""
+"""Pause after an error of accept() that the peer did not cause (no file descriptors left)."""
 
 _PEER = struct.Struct("3i")
-"""struct ucred."""
+"""Layout of struct ucred."""
 
 Admit = Callable[[Purpose, socket.socket], Awaitable[None]]
 
@@ -254,7 +257,7 @@ class Acceptor:
         self.refused: Counter[HandshakeRefusal] = Counter()
         self._secret, self._timeout_s, self._admit, self._most_unproven = secret, timeout_s, admit, most_unproven
         self._unproven: dict[asyncio.Task[None], str] = {}
-        """With their sources."""
+        """Tasks in their handshake, with the sources of their connections."""
         self._proven: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Task[None]] = []
         self._failures = RateLimitedLog(logger)

@@ -25,7 +25,7 @@ def boot_identity(proc: Path = Path("/proc")) -> str:
     try:
         return (proc / "sys/kernel/random/boot_id").read_text().strip()
     except OSError as cause:
-        logger.warning("this host does not say which one it is (%s): no shared memory with other processes", cause)
+        logger.warning("this host cannot be identified (%s): no shared memory with other processes", cause)
         return f"unknown-{secrets.token_hex(16)}"
 
 
@@ -38,7 +38,7 @@ def host_identity(proc: Path = Path("/proc")) -> str:
     try:
         return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/net').st_ino}"
     except OSError as cause:
-        logger.warning("this process does not say which network it is in (%s): no shared memory with others", cause)
+        logger.warning("the network of this process cannot be identified (%s): no shared memory with others", cause)
         return f"unknown-{secrets.token_hex(16)}/unknown"
 
 

@@ -30,7 +30,7 @@ from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
 
 _MOST_NBYTES = 1 << 22
-"""torch's TCPStore carries 8 MiB."""
+"""Maximum size of a record; torch's TCPStore allows 8 MiB."""
 _KEPT_EPOCHS = 256
 _NEWEST = "membership/newest"
 _STALLED = "membership/stalled"

@@ -138,4 +138,4 @@ class SwallowedErrors:
         # By these this package itself ends waits as ranks die: they say nothing that "lost rank ..." does not.
         expected = isinstance(error, (EpochEndedError, AbortedError))
         level = logging.DEBUG if expected else logging.WARNING
-        logger.log(level, "got over this error, as one that came of the loss of a rank", exc_info=error)
+        logger.log(level, "recovered from this error, which another rank's failure may have caused", exc_info=error)

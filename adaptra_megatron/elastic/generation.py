@@ -86,7 +86,7 @@ def after_failures(layout: JobLayout, membership: Membership, before: Generation
     dead = dead_cells(layout, membership, before.admitted)
     if layout.cell in dead:
         raise UnrecoverableError(
-            f"{layout.name(layout.rank)} has no part in the job any more, for its cell has lost a rank "
+            f"{layout.name(layout.rank)} cannot take part in the job any more: its cell has lost a rank "
             f"({_whys(layout, membership)})"
         )
     # Lanes of a cell fail one after another, and ranks look at different times: the first failure of each cell counts.

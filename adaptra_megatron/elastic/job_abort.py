@@ -30,7 +30,7 @@ _LOGGED = "_adaptra_logged"
 _STORE_S = 2.0
 """Timeout of requests to the job's store while a job ends that does not survive rank failures."""
 _GOES_S, _LOOKS_S = 5.0, 0.02
-"""For the process of a rank that has failed to end, however long it takes to clean up."""
+"""Longest wait for a failed rank's process to end, however long its clean-up takes; and poll interval."""
 _LAST_S = _GOES_S + 1.0
 """Longest wait for all other processes to end, which in turn wait for the failed one."""
 
@@ -191,7 +191,7 @@ def check_abort(store: SealedStore, name: str) -> None:
         raise OtherRankError(f"this job ends with an error of {word}")
     if store.peek(_END) is not None:
         raise UnrecoverableError(
-            f"{name} cannot finish what was under way when a rank died, for others have come to the end of the "
+            f"{name} cannot finish the work that a rank failure interrupted: other ranks have finished the "
             "training and left; checkpoints that were written before are whole"
         )
 

@@ -92,8 +92,8 @@ def answer_roll(
         return None
     names = ", ".join(map(layout.name, missing))
     logger.warning(
-        "%s: no answer for %.1f s, though nothing has ended there; the launcher ends what stands still, and the other "
-        "%d ranks go on",
+        "%s: no answer for %.1f s, though no process has ended; the launcher ends stalled ranks, and the other %d "
+        "ranks go on",
         names,
         2 * timeout_s,
         len(live) - len(missing),
@@ -104,7 +104,7 @@ def answer_roll(
 
 _LOOKED_S = 1.0
 _LOOKS_S, _RANKS_PER_S = 0.05, 20_000
-"""Time between two looks in the store: the first, and as long as all ranks take to look, so many in a second."""
+"""Shortest poll interval, and polls per second of all ranks together, which lengthen the interval of large jobs."""
 
 
 class MembershipWatch:
@@ -167,7 +167,7 @@ class MembershipWatch:
                     looked_s = time.monotonic()
                 found = self._records.newest()
             except RuntimeError as cause:
-                logger.warning("the launcher's store does not answer, so deaths are not seen any more: %s", cause)
+                logger.warning("the launcher's store does not answer: failures are not detected any more: %s", cause)
                 return
             if found is None or found.epoch <= epoch:
                 continue

@@ -196,7 +196,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         self.key: str | None = None
         """Name of the group, equal on all ranks: see `FaultTolerantGroups._key`. None before its first use."""
         self.instances = 1
-        """Number of optimizer instances, where each has such a group of its own."""
+        """Number of optimizer instances, if each has a group of this kind."""
         self.has_shards = False
         """True if members reduce and gather the shards of their optimizer instance."""
         self.adds_instances = False
@@ -271,14 +271,18 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         """Return the present rank in the group of the member with original rank `rank`, or of its stand-in."""
         stand_in = self.members[rank] if self.whole else self.stand_ins.get(self.ranks[rank])
         if stand_in is None:
-            raise RuntimeError(f"rank {self.ranks[rank]} of {self.description} has died, and no other has what it had")
+            raise RuntimeError(
+                f"rank {self.ranks[rank]} of {self.description} has failed, and no live one has its data"
+            )
         return self.members.index(stand_in)
 
     def _reduced(self, tensors: Sequence[torch.Tensor], operation: Any) -> None:
         """Check that `operation` can be reduced, and zero the tensors if this rank's addend does not count."""
         known = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         if not self.whole and not any(operation == each for each in known):
-            raise RuntimeError(f"only sums, maxima and minima over {self.description} have a sense without the dead")
+            raise RuntimeError(
+                f"over {self.description}, whose members have failed, only sums, maxima and minima can be made"
+            )
         if not self.speaks and operation == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.zero_()
@@ -442,7 +446,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     def _whole_only(self, name: str, outputs: Sequence[torch.Tensor], launch: Launch) -> Work:
         def checked(native: Any, outputs: list[torch.Tensor]) -> Any:
             if not self.whole:
-                raise RuntimeError(f"{name} over {self.description} cannot be done where members have died")
+                raise RuntimeError(f"{name} over {self.description} cannot be done after members have failed")
             return launch(native, outputs)
 
         return self._run(outputs, checked)
@@ -500,7 +504,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
                 return works[-1]  # of one queue
             kept = self.holders is None and not self.has_shards
             if not self.whole and kept:
-                raise RuntimeError(f"reduce_scatter over {self.description} cannot be done where members have died")
+                raise RuntimeError(f"reduce_scatter over {self.description} cannot be done after members have failed")
             # As gloo does it itself, whose handle of this operation alone does not heed a timeout; and with all parts,
             # the rank that stands in for a dead one has its part.
             whole: torch.Tensor = parts.clone() if kept else parts

@@ -59,7 +59,7 @@ def awaited(
 
 _MOST_NBYTES = 1 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
-"""Between two looks: the last rank to come to the end of an attempt writes its fate at once."""
+"""First and longest pause between two looks: the last rank to finish an attempt writes its fate at once."""
 
 
 class ProtocolStore:
@@ -137,7 +137,7 @@ class ReplicasDifferError(RuntimeError):
         self.place, self.attempt = place, attempt
         super().__init__(
             f"replicas of {place} do not hold the same state after ranks have failed or come back (attempt {attempt}): "
-            "the job ends rather than to train on; restart from the last checkpoint and report this with the logs"
+            "the job ends instead of training on; restart from the last checkpoint and report this with the logs"
         )
 
 
@@ -217,7 +217,7 @@ class CommitDesk:
         try:
             return together(awaited(look, self._timeout_s, check))  # at once, unless an unauthenticated peer has rung
         except TimeoutError as cause:
-            raise TimeoutError(f"attempt {attempt}: a rank has rung whose word is not there") from cause
+            raise TimeoutError(f"attempt {attempt}: the word of a rank that has finished it is missing") from cause
 
     def _over(self, call: int) -> list[str]:
         """Return the attempts at calls that all ranks have finished, and forget them."""

@@ -315,7 +315,7 @@ class RecoveryManager:
         assert self.hand_over is not None
         handed = functools.partial(self.hand_over, to, self._rank.before, check=check)
         try:
-            late_s = interruptible(handed, self._check_wait, self._timeout_s, "what ranks that rejoin need")
+            late_s = interruptible(handed, self._check_wait, self._timeout_s, "the state of rejoining ranks")
         finally:
             abandoned.set()  # the thread is left to itself
         self._patience = Patience(late_s)
@@ -482,7 +482,7 @@ class RecoveryManager:
         assert self._rank.next is not None
         ranks = tuple(each for each in late.ranks if each not in self._rank.before)
         if ranks:
-            why = f"did not come to take its place for {late.waited_s:.1f} s"
+            why = f"has not rejoined for {late.waited_s:.1f} s"
             self._watch.report(Stalled(ranks, why, self._rank.next.admitted))
 
     def _got_over(self) -> None:
@@ -578,7 +578,7 @@ class RecoveryManager:
             held = "; ".join(
                 f"{name(owner)} and of its copy at {' and '.join(map(name, rest))}" for owner, *rest in lost
             )
-            raise JobLostError(f"all are dead that held the optimizer's state of {held}: {RESTART}")
+            raise JobLostError(f"all ranks that held the optimizer's state of {held} have failed: {RESTART}")
 
     def _heed_now_and_then(self) -> None:
         if time.monotonic() - self._heeded_s > _HEED_S:

@@ -102,7 +102,7 @@ HOOKS = {
     f"{BRIDGE}:ConfigContainer.validate": "the same once Megatron-Bridge has put a job's settings together: "
     "what is refused is refused before any GPU is touched",
 }
-"""What is replaced to get in, and why; by target."""
+"""Attributes of Megatron that are replaced as a way in, with the reason, by target."""
 
 
 class BootstrapError(RuntimeError):

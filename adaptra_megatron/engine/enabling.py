@@ -20,10 +20,11 @@ from adaptra_megatron.megatron.job_settings import settings_of_objects
 logger = logger_of(__name__)
 
 WAIT_S = 5.0
-"""How long ranks leave it to the job's first to say what is refused: its launcher ends them as it ends. Then the first
-of a host says it, for that may be what only its host refuses, and after as long again the others."""
+"""How long other ranks leave it to the job's first rank to print a refusal, since its launcher ends them when it ends.
+After that the first rank of each host prints it, as only its host may refuse, and after the same time again all others.
+"""
 _MOST_CHARACTERS = 2000
-"""Of a line that refuses: it may show what stands in a damaged file."""
+"""Maximum length of a refusal, which may quote a damaged file."""
 
 
 class Enabling:

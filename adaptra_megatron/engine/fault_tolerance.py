@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from adaptra_megatron.engine.pipeline import Pipeline
 
 PATIENCE_S = 20.0
-"""For the launcher to say which rank has left, after a message or a collective has failed."""
+"""Longest wait for the launcher to report which rank has failed, after a message or a collective has failed."""
 CONNECT_S = 60.0
 _FLAG = "--adaptra-reroute failures"
 
@@ -60,9 +60,9 @@ class FaultTolerance(EngineFeature):
         self.conservation = Conservation()
         """Counts micro-batches in gradients."""
         self.training: Training | None = None
-        """What the training script trains with, once it has said so: for ranks that are started again."""
+        """Model, optimizer and iterators of the training script, once it has registered them: for rejoining ranks."""
         self.joining: Joining | None = None
-        """Until its first iteration, of a process that takes the place of a rank that had left."""
+        """State of a rejoining process until its first iteration."""
         self._recoveries: list[Recovery] = []
 
     @property
@@ -211,7 +211,7 @@ class Recovery(IterationHooks):
         pipeline.exchange = PlanExchange(job.control, job.layout, pipeline.planner, job.timeout_s, first=first)
         if not generation.dead_cells:
             resume = functools.partial(pipeline.dispatcher.resume, job.control, job.layout)
-            interruptible(resume, check, job.timeout_s, "what the ranks of a cell follow one of them by")
+            interruptible(resume, check, job.timeout_s, "the group of the cell's ranks")
         check()  # what interrupted the exchange may have come before this one
         pipeline.begin_anew(call, degraded=bool(generation.dead_cells))
         pipeline.telemetry.lead(leads=leads)
@@ -295,7 +295,7 @@ def _agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> 
             return decision_of(said_by_one(store, "in force", said, timeout_s, check))
         except TimeoutError as cause:
             raise LateRankError(
-                f"{job.layout.name(job.layout.leader)} has not said which plan is in force within {timeout_s:g} s "
+                f"{job.layout.name(job.layout.leader)} has not published the active plan within {timeout_s:g} s "
                 "(--adaptra-timeout-s); look at its log"
             ) from cause
 
@@ -339,7 +339,7 @@ def _manager(
         known = False
     if not known:
         raise UnsupportedFeatureError(
-            f"{_FLAG} has to learn from the launcher which ranks have died, and this one says nothing of them: start "
+            f"{_FLAG} needs a launcher that reports failed ranks, and this one does not: start "
             "the job with `adaptra launch --no-kill`, or drop the flag"
         )
     survival = RecoveryManager(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S, joined)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Decorate = Callable[["StageComputation", int], "StageComputation"]
 MakeHooks = Callable[["Pipeline"], IterationHooks]
-"""Makes hooks for a new pipeline: a class of them."""
+"""Makes the hooks for a new pipeline; usually their class."""
 
 
 class GuardedOrder(IterationHooks):

@@ -40,7 +40,7 @@ Attempt = Callable[["PipelineCall", int], Attempted]
 
 
 Inputs = Callable[[int, int], "Input"]
-"""Return what the next forward of a chunk and micro-batch gets."""
+"""Returns the input of the next forward, of a chunk and micro-batch."""
 
 
 class IterationHooks:

@@ -49,12 +49,13 @@ from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 logger = logger_of(__name__)
 
 RECEIVES_AHEAD = 16
-"""On CPUs. Each holds a buffer for one message."""
+"""Number of receives posted ahead on CPUs. Each holds a buffer for one message."""
 SETUP_LEAST_S = 10.0
-"""For the stages to meet before there are links, however short the wait for a message: a later stage would set up links
-with one that has left."""
+"""Minimum time for the stages to meet before there are links, however short the timeout of a message. Otherwise a late
+stage would set up links with one that has given up.
+"""
 LAST_MESSAGES_S = 5.0
-"""How long closing waits until the peers have what was sent last."""
+"""How long closing waits for peers to receive the last messages."""
 
 
 class Pipeline:
@@ -106,11 +107,11 @@ class Pipeline:
         self.plan_for(self.job, leads=job.rank == job.leader and not self.rejoins)
         self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
         team = functools.partial(make_dispatcher, control, job, config, self.transport, limit_s)
-        self.dispatcher = entry.wait(team, "what all ranks of the cell share")
+        self.dispatcher = entry.wait(team, "the group of the cell's ranks")
         self._prefers_host = self._policy is not None and self._policy.preferred is Path.HOST
         self.dispatcher.all_by_host_path = self._prefers_host
         self.iterations, self.training_iterations = entry.counters
-        """How many have run: evaluations among them, and without."""
+        """Number of iterations that have run: with evaluations, and without."""
         self.degraded = False
         """True if cells are dead."""
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
@@ -132,7 +133,7 @@ class Pipeline:
         self._disturbances = DisturbanceWatch()
         self._disturbance: str | None = None
         self._first = FirstIterations(synchronizer_of(device))
-        """The first iterations of this set of live ranks."""
+        """Recognises the first iterations of this set of live ranks."""
         self.works = IterationWork(job, self.book, self.dispatcher, self._meter)
         self._begun_s = 0.0
         self._measuring = Measuring(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 NCCL_LIMIT_S = 15.0
-"""Making an NCCL communicator may take seconds; the host path carries messages meanwhile."""
+"""Time limit for creating an NCCL communicator, which may take seconds. The host path carries messages meanwhile."""
 GLOO_LIMIT_S = PathSettings.probe_limit_s
 
 BLOCKING_VARIABLES = {
@@ -40,7 +40,7 @@ BLOCKING_VARIABLES = {
     "NCCL_COMM_BLOCKING": "calls of NCCL would block, and neither a stage that does not come nor one that dies could "
     "be left alone",
 }
-"""Environment variables under which nothing can go by NCCL, and why."""
+"""Environment variables with which NCCL cannot transfer anything, and why."""
 ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 

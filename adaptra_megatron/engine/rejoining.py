@@ -48,10 +48,10 @@ logger = logger_of(__name__)
 
 _SLICE = timedelta(milliseconds=20)
 _LEAST_RATE = 100e6
-"""Bytes per second that a message may take without being late."""
+"""Rate in bytes per second at which a message is not late."""
 _LARGE_NBYTES = 1 << 20
 _PROMPT_S, _MEETING_S = 0.02, 0.5
-"""For which no message is late, however small, and no rank that is to meet another."""
+"""Time within which no message is late, however small, and no rank that has to meet another."""
 _SETTINGS = (
     *("seed", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
     *("lr_warmup_samples", "lr_warmup_fraction", "optimizer", "weight_decay", "start_weight_decay", "end_weight_decay"),
@@ -319,7 +319,7 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
     for scaler, state in zip(_scalers(training), schedule["scalers"], strict=True):
         scaler.load_state_dict(state)
     if str(_schedule(training)) != str(schedule):
-        raise StateError(f"this process has {_schedule(training)} after it has taken over {schedule}")
+        raise StateError(f"this process has {_schedule(training)} after it has received {schedule}")
     return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
 
 
@@ -444,7 +444,7 @@ class _Channel:
                 if self._lateness is not None:
                     self._lateness.check(self.handing.target, waited_s, expected_s, tensor.nbytes)
                 elif waited_s > self._timeout_s:
-                    raise LateRankError(f"timed out: {self.handing} has stood still for {self._timeout_s:g} s")
+                    raise LateRankError(f"timed out: {self.handing} has made no progress for {self._timeout_s:g} s")
         except BaseException:
             self.leave()
             raise

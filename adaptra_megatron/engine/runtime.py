@@ -77,9 +77,9 @@ class AdaptraRuntime:
         groups, if training survives rank failures.
         """
         self.peak_in_flight = 0.0
-        """Most activations held at once in any training iteration so far."""
+        """Maximum activations held at once in any training iteration so far."""
         self.last_schedule: Schedule | None = None
-        """What the last training iteration ran."""
+        """Schedule of the last training iteration."""
         self.runs_actions = False
         """True while actions of an iteration run."""
         self._config = config
@@ -88,7 +88,7 @@ class AdaptraRuntime:
         self._memory = memory
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         self._single: SingleStage | None = None
-        """Where stock's own schedule runs."""
+        """Runs stock's own schedule, where that is used."""
         self._is_on = False
         """Whether this process has run a schedule."""
         self._owner = OwningProcess()
@@ -296,7 +296,7 @@ class AdaptraRuntime:
                 FLAGS_VARIABLE,
             )
         if not self.close():
-            logger.error("what is on the GPU cannot be ended, so this process ends without waiting for it")
+            logger.error("work on the GPU cannot be ended, so this process ends without waiting for it")
             end_process()
 
     def _try_host_path(self, call: PipelineCall) -> None:
@@ -333,7 +333,7 @@ def _warn_of_other_draws(call: PipelineCall) -> None:
     flags = flags_drawn_in_other_order(call.config, call.chunks)
     if flags and dist.get_rank() == 0:
         logger.warning(
-            "%s: what is computed with these random numbers equals stock's in distribution, not bit for bit: "
+            "%s: results with these random numbers equal stock's in distribution, not bit for bit: "
             "stock draws them for all actions of a rank from the same streams, so another order of actions draws "
             "others; --adaptra-policy observe keeps stock's order",
             ", ".join(flags),

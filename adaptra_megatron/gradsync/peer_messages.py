@@ -21,12 +21,12 @@ from adaptra_megatron.common.gathering import epoch_group, nccl_group
 
 _ACCUSED = "accused"
 _STORE_S = 5.0
-"""For the store to answer when all else has failed."""
+"""Time limit of the store's answers after everything else has failed."""
 _TRACED_S = 1.0
-"""Within which ranks whose waits began together come to their timeouts."""
+"""Time within which ranks whose waits began together reach their timeouts."""
 _POLL_S = 20e-6
 _TAG = 0
-"""NCCL has none: messages of a pair arrive in the order in which they are sent."""
+"""Tag of all messages. NCCL has none: messages of a pair arrive in the order in which they are sent."""
 
 
 class PeerError(RuntimeError):
@@ -84,10 +84,10 @@ class Peers:
         self._backend, self._store, self._ranks, self._rank = backend, store, tuple(ranks), rank
         self._timeout_s = timeout_s
         self._standing: deque[tuple[Sequence[int], Any]] = deque()
-        """Operations on streams and the members that they are with."""
+        """Pending operations in streams, with the members that take part."""
         self._keys = itertools.count()
         self._works: dict[int, Any] = {}
-        """Messages that have begun, where the host waits for them."""
+        """Messages in progress for which the host waits."""
 
     @classmethod
     def meet(

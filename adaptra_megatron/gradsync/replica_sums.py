@@ -50,13 +50,13 @@ class ReplicaSums:
         """`mode`: a name in `ALGORITHMS`, applied around the replica that came last before; or "auto": by the model."""
         self._peers, self._mode = peers, mode
         self._lateness: defaultdict[int, Lateness] = defaultdict(lambda: Lateness(peers.size))
-        """By place."""
+        """Lateness by place in the iteration."""
         self._waited: list[_Waited] = []
-        """What has not been shared yet."""
+        """Measurements that have not been shared yet."""
         self._chosen: defaultdict[int, str] = defaultdict(lambda: STOCK)
         self._plans: dict[tuple[str, int, int], StragglerAllReduce] = {}
         self.used: Counter[str] = Counter()
-        """How many synchronisations each algorithm had a part in."""
+        """Number of synchronisations in which each algorithm was used."""
 
     def sum_up(self, values: Sequence[torch.Tensor], place: int) -> None:
         """Replace `values`, contiguous tensors [n], by their sums over all replicas.

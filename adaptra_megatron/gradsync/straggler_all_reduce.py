@@ -16,7 +16,7 @@ from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, Ro
 from adaptra_megatron.gradsync.peer_messages import Begun, PeerExchange, PeerMessage
 
 _OPEN = 4
-"""Most sends and receives that have begun before another step does."""
+"""Maximum number of open sends and receives when another step begins."""
 
 
 class StragglerAllReduce:
@@ -60,7 +60,7 @@ class _Run:
     def __init__(self, peers: PeerExchange, members: Sequence[int], phase: RoundPhase, values: torch.Tensor) -> None:
         self._peers, self._members, self._phase, self._values = peers, members, phase, values
         self._open: list[tuple[int, Callable[[], None]]] = []
-        """Halves of steps that are not known to have ended, in order: the chunk, and what ends it."""
+        """Sends and receives that may be in progress, in order: the chunk, and the function that ends it."""
         self._longest = -(-values.numel() // phase.chunks)
         self._scratch: list[torch.Tensor] = []
 

@@ -28,16 +28,17 @@ from adaptra_megatron.gradsync.sync_modes.modes import ModeKind
 from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Event, Handover, Update, Updates
 
 _CLOSE_S = 2.0
+"""Longest wait of closing for a thread to end."""
 logger = logger_of(__name__)
 
 
 # A watch under --adaptra-sync-mode: replicas see at once when one of them is killed, and stop.
 # They see it also while they wait for something else. Jobs that survive rank failures learn it from the launcher:
-# `epochs.membership_watch`.
+# `elastic.membership_watch`.
 
 _FAREWELL_TAG = 0
 _AGES = timedelta(days=3650)
-"""For a rank to end: as long as its training takes. It is waited for by a thread that has nothing else to do."""
+"""Time limit of a wait for another rank's end, in a thread of its own: longer than any training."""
 
 
 class DeathWatch:
@@ -91,14 +92,16 @@ class DeathWatch:
 
 _PLACE = "updates"
 _BEGUN, _ARRIVED, _MET, _LEFT, _DIED = "begun", "arrived", "met", "left", "died"
-"""For the thread to end once the list says that this rank leaves."""
+"""Kinds of records."""
 _EXPLAINED_S = 3.0
-"""For the list to say which rank has died, after a sum has failed."""
+"""Time limit for the list to name the failed rank after a sum has failed."""
 
 
 Carry = Callable[[Handover, int, bool], None]
-"""Sends or receives parameters and optimizer state of a version, as one end of a handover; where the last is true, in
-exchange for the target's gradient, which the source keeps for its next update."""
+"""Sends or receives parameters and optimizer state of a version, as one end of a handover.
+
+If the last argument is True, the target's gradient goes to the source in exchange, which uses it in its next update.
+"""
 
 
 class UpdateLog:
@@ -265,7 +268,7 @@ class UpdateLog:
         if rank == self._rank:
             return False
         how = (
-            "its process has ended without a word, as one does that is killed"
+            "its process has ended without a farewell, as if killed"
             if died
             else "it has left the training; if that was not its end"
         )

@@ -102,7 +102,7 @@ class MegatronComputation:
     ) -> None:
         """`inputs`: called before each forward, with chunk and micro-batch."""
         self.losses: list[Any] = []
-        """What the loss functions returned, in forward order: stock's forward_data_store."""
+        """Results of the loss functions in forward order: stock's forward_data_store."""
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
         self._call = call
         self._forward_step_func = _owned_forward_step(call.forward_step_func)

@@ -15,14 +15,14 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _FROM_ENVIRONMENT = re.compile(r"\$\{([A-Z_][A-Z0-9_]*):-?(.*)\}")
 """A variable and its default, as in recipes of Primus: `${PRIMUS_TP:1}`."""
 _DEEPEST = 6
-"""Levels of objects within objects: a NeMo recipe has the model's settings on its fourth."""
+"""Maximum nesting of objects: a NeMo recipe has the model's settings at the fourth level."""
 
 RENAMED: dict[str, tuple[str, Any]] = {
     "disable_bias_linear": ("add_bias_linear", False),
     "disable_tp_comm_overlap_ag": ("tp_comm_overlap_ag", False),
     "recompute_activations": ("recompute_granularity", "selective"),
 }
-"""Flags of Megatron-LM that turn another setting: to what. Beside them --no-X and --disable-X turn X off."""
+"""Flags of Megatron-LM that change a setting of another name, and its value. --no-X and --disable-X turn X off, too."""
 SAME = {
     "num_experts": "num_moe_experts",
     "fp8_format": "fp8",

@@ -111,7 +111,7 @@ class RepeatableIteration:
         self._data = [None if each is None else _KeptData(each) for each in call.data_iterators]
         self._states = torch.get_rng_state(), torch.cuda.get_rng_state(), _tracked()
         self.call = replace(call, data_iterators=list[Iterator[Any] | None](self._data))
-        """The same, whose data are kept."""
+        """The call, with iterators that keep their data."""
 
     def rewind(self) -> None:
         """Prepare `call` to run again: zero gradients, and the same data and random numbers."""

@@ -27,9 +27,11 @@ COLLECTIVES = (
     *("reduce_scatter_tensor_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("alltoall", "alltoall_base", "all_to_all_single"),
 )
-"""Methods of torch's ProcessGroup, of any release."""
+"""Methods of torch's ProcessGroup, of all supported releases."""
 _DATA_PARALLEL = ("megatron.core.distributed.", "megatron.core.optimizer.")
-"""Their hooks reduce gradients and gather parameters inside of actions: GradientSync and ParameterSync order these."""
+"""Modules whose hooks reduce gradients and gather parameters inside actions: GradientSync and ParameterSync order
+these.
+"""
 _BESIDE_SCRIPT = ("torch.", "adaptra_megatron.", "testing.", "typing_extensions", "contextlib")
 _KINDS = {"F": "a forward", "B": "a backward", "I": "a backward", "W": "a weight gradient"}
 
@@ -45,7 +47,7 @@ class OrderGuard:
         self._follows = frozenset(follows)
         self._several = micro_batches > 1
         self._first: dict[tuple[str, int, str, tuple[int, ...]], int] = {}
-        """The first micro-batch in which each collective was seen."""
+        """First micro-batch in which each collective was seen."""
 
     def decorate(self, computation: StageComputation) -> StageComputation:
         """Wrap `computation`: actions raise UnsupportedFeatureError instead of launching such a collective."""

@@ -190,7 +190,7 @@ STAGGERING = (
     Refusal("--optimizer-cpu-offload", _setting("optimizer_cpu_offload"), _NOT_COPIED),
     Refusal(_GRAPH, _setting("optimizer_cuda_graph"), _REPLAYED),
 )
-"""What does not go together with --adaptra-staggered-optimizer."""
+"""Features that --adaptra-staggered-optimizer does not support."""
 
 
 def refuse_for_staggering(settings: Any) -> None:
@@ -264,7 +264,7 @@ SYNC_MODES = (
     ),
     Refusal(_GRAPH, _setting("optimizer_cuda_graph"), _REPLAYED),
 )
-"""What does not go together with an --adaptra-sync-mode other than ssgd."""
+"""Features that an --adaptra-sync-mode other than ssgd does not support."""
 
 
 def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
@@ -340,7 +340,7 @@ RECOVERY = (
         "the scale of a parameter follows from its largest value, which may be in the shard of a rank that has failed",
     ),
 )
-"""What does not go together with --adaptra-reroute failures."""
+"""Features that --adaptra-reroute failures does not support."""
 
 
 def refuse_for_recovery(reroute: str, *settings: Any) -> None:

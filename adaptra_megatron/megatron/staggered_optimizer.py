@@ -97,10 +97,12 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 logger = logger_of(__name__)
 
 CALM_ITERATIONS = 10
-"""As many in a row must have needed no clipping: an iteration that runs twice costs more than a barrier."""
+"""Number of successive iterations without clipping that are required first: an iteration that runs twice costs more
+than a barrier.
+"""
 
 Stepped = tuple[bool, Any, Any]
-"""What MegatronOptimizer.step returns: successful, norm of the gradients, number of zeros in them."""
+"""Result of MegatronOptimizer.step: success, norm of the gradients, number of zeros in them."""
 
 
 class _Taken(NamedTuple):
@@ -117,12 +119,11 @@ class StaggeredOptimizer:
 
     def __init__(self) -> None:
         self.early_steps = 0
-        """Iterations whose steps were taken, on other stages if not on this one, before the norm was known."""
+        """Number of iterations in which some stage took its step before the norm was known."""
         self.steps_taken_back = 0
-        """Those of them that had to be clipped after all."""
+        """Number of those whose gradients had to be clipped, so that their steps were undone."""
         self.unvalidated = False
-        """True where stages may have gone on from a step that must be taken back. The same on all ranks between steps.
-        """
+        """True if stages may have continued from a step that must be undone. The same on all ranks between steps."""
         self._taken: _Taken | None = None
         self._mistaken = False
         self._calm: deque[bool] = deque(maxlen=CALM_ITERATIONS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four ranks of two replicas, a cell of two lanes each: rank 0 fails outside of calls, and the others see it last.
 
-Rank 1, of the same cell, has no part in the job any more; it has ended before ranks 2 and 3 look who lives.
+Rank 1, of the same cell, cannot take part in the job any more; it has ended before ranks 2 and 3 look who lives.
 """
 
 from __future__ import annotations

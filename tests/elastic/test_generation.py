@@ -57,7 +57,7 @@ def test_another_cell_makes_another_generation() -> None:
 def test_a_stage_without_cells_and_a_cell_without_a_lane_have_no_generation() -> None:
     with pytest.raises(UnrecoverableError, match=r"all 2 cells of stage 0 are dead.*restart from the last checkpoint"):
         generation(4, (2, 1), (1, 2))
-    with pytest.raises(UnrecoverableError, match=r"rank 3 .* has no part in the job any more"):
+    with pytest.raises(UnrecoverableError, match=r"rank 3 .* cannot take part in the job any more"):
         generation(3, (2, 1))
 
 

@@ -57,7 +57,7 @@ def test_few_queues_are_told_with_what_to_do() -> None:
     assert "8 hardware queues" in str(told[""])
     assert str(told["2"]).endswith(f"Set {CONNECTIONS}=32")
     assert "links take the host path" in str(queues_in_words({CONNECTIONS: "1"}))
-    assert "hold up nothing once they have started" in str(queues_in_words({CONNECTIONS: "1"}, "shared"))
+    assert "delay nothing once they have started" in str(queues_in_words({CONNECTIONS: "1"}, "shared"))
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,6 @@ def test_one_line_per_job_and_stocks_order_has_stocks_masks(tmp_path: Path, fork
     check_equal(reports)
     assert reports[0].losses != reports[2].losses, "another order draws other masks: else there is nothing to warn of"
     logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)]
-    warning = "adaptra: --hidden-dropout, --attention-dropout: what is computed with these random numbers equals"
+    warning = "adaptra: --hidden-dropout, --attention-dropout: results with these random numbers equal"
     assert [log.count(warning) for log in logs] == [1, 0]
     assert warning not in logs[0].partition("variant adapt")[0]

@@ -36,7 +36,7 @@ logger = logger_of(__name__)
 _RETRY_S = 0.2
 _ATTEMPT_S = 5.0
 _DECLARED = 1.5
-"""Times --heartbeat-timeout within which a host that is gone counts as dead."""
+"""Multiple of --heartbeat-timeout within which a host that is gone counts as dead."""
 NO_NEWCOMERS = (
     "ranks that are started again are admitted where all run with --adaptra-reroute failures or all, from the job's "
     "first iteration on; else start the job again from its last checkpoint"

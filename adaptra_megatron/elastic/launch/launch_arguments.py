@@ -19,7 +19,7 @@ from adaptra_megatron.elastic.launch.launch_messages import beat_s
 from adaptra_megatron.elastic.launch.roster import Policy
 
 _PORTS = range(15000, 32000)
-"""Below those that Linux takes for outgoing connections."""
+"""Ports below those that Linux assigns to outgoing connections."""
 
 
 class SlurmError(ValueError):
@@ -63,7 +63,7 @@ def first_host(node_list: str) -> str:
 
 HEARTBEAT_TIMEOUT_S = 15.0
 LEAST_BEATS = 10
-"""Reports that a host that counts as dead has failed to give, at least."""
+"""Minimum number of missing reports of a host that counts as dead."""
 _DEFAULT_PORT = 29500
 _SHUTDOWN_TIMEOUT_S = 30
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -77,7 +77,7 @@ _REFUSED = {
     "logs_specs": "logs are where torchrun puts them by default: see --log-dir, --redirects and --tee",
     "virtual_local_rank": "LOCAL_RANK is the number on the host: set CUDA_VISIBLE_DEVICES in a --no-python script",
 }
-"""Flags of torchrun that make no sense here, unless they have their default value."""
+"""Flags of torchrun that are not supported here, unless they have their default value."""
 
 _DESCRIPTION = """\
 Start the ranks of a job on this host, as torchrun does, with the same flags and environment. The launcher of node rank
@@ -129,7 +129,7 @@ def launch_parser() -> argparse.ArgumentParser:
         "--no-kill",
         "--no_kill",
         action="store_true",
-        help="leave the ranks that live alone when others die, and record who lives in the job's store (default: the "
+        help="keep live ranks running when others fail, and record them in the job's store (default: the "
         "first failure ends the job, as with torchrun)",
     )
     ours.add_argument(
@@ -138,7 +138,7 @@ def launch_parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="with --no-kill: end the job when fewer ranks live (default: 1)",
+        help="with --no-kill: end the job when fewer ranks are live (default: 1)",
     )
     ours.add_argument(
         "--heartbeat-timeout",

@@ -23,14 +23,14 @@ from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
 
 BEAT_S = 0.2
-"""Between two states of the coordinator."""
+"""Time between two states of the coordinator."""
 _BEAT_PER_HOST_S = 1e-3
 START_KEY = "start"
 JOB_KEY = "job"
 _MOST_NBYTES = 1 << 20
-"""torch's TCPStore carries 8 MiB, and closes the connection of who writes more."""
+"""Maximum size of a record. torch's TCPStore allows 8 MiB, and closes the connection of a client that writes more."""
 DETAILS_NCHARS = 4096
-"""What a rank has written about its error is cut to this."""
+"""Maximum length of a rank's own error text; the rest is cut."""
 _DETAILED = 16
 _ENDINGS_PER_RANK = 4
 Record = TypeVar("Record")
@@ -168,7 +168,9 @@ def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:
 # How long another process has given no sign of life, counted only while this one ran itself.
 
 MOST_AT_ONCE_S = 4 * BEAT_S
-"""A process that was stopped, or kept from running by a busy machine, looks again late: that says nothing of others."""
+"""Maximum silence that one look can add. A process that was stopped, or delayed by a busy machine, looks late; that
+proves nothing about its peers.
+"""
 
 
 class Silence:

@@ -258,9 +258,9 @@ class Restarts:
 
 
 _SAID_S = 3.0
-"""For a last report to a store that answers."""
+"""Time limit for the last report to a store that answers."""
 _SIGNALLED = 128
-"""Exit status of a launcher that a signal ended, and the signal's number, as a shell's."""
+"""Offset of a launcher's exit status after a signal, to which the signal's number is added, as in a shell."""
 
 
 @dataclass(frozen=True)

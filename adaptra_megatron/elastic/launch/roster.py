@@ -33,31 +33,31 @@ class Roster:
 
     def __init__(self, nodes: int, policy: Policy, now_s: float) -> None:
         self.start: Start | None = None
-        """Known once all hosts have come."""
+        """None until all hosts have arrived."""
         self.membership: Membership | None = None
-        """Membership of the present epoch, with the start."""
+        """Membership of the present epoch; None until all hosts have arrived."""
         self.outcome: LaunchOutcome | None = None
         self.hosts: dict[int, HostReport] = {}
-        """Last reports, by node rank."""
+        """Latest reports, by node rank."""
         self.lost: dict[int, str] = {}
-        """Why hosts count as dead, by node rank; not those that have been replaced since."""
+        """Why hosts count as dead, by node rank; without those that have been replaced."""
         self.turns: dict[int, int] = {}
-        """Node ranks that other hosts have taken, and how often."""
+        """How often other hosts have taken each node rank."""
         self.stalled: dict[int, str] = {}
-        """What live ranks have done that others have waited for in vain, by rank."""
+        """Observed stall of each live rank that others found stalled."""
         self.admitted: Mapping[int, int] = {}
-        """Ranks that were started again and that the others have admitted, and the epoch of the arrival of each."""
+        """Epoch of the arrival of each restarted rank that has been admitted."""
         self._nodes, self._policy, self._begun_s = nodes, policy, now_s
         self._silences: dict[int, Silence] = {}
         self._details: dict[int, str] = {}
         self._silent: set[str] = set()
-        """Why hosts have ever counted as dead."""
+        """All reasons for which hosts have ever counted as dead."""
         self._done_before: dict[int, float] = {}
-        """Ranks that ended with status 0 on hosts that have been replaced, and when."""
+        """Time at which ranks ended with status 0, on hosts that have been replaced."""
         self._unfinished: list[Departure] = []
-        """Of ranks that trained, after others had ended with status 0."""
+        """Departures of ranks that trained, after others had ended with status 0."""
         self._ready: dict[int, Readiness] = {}
-        """Processes in the places of ranks that had left, by rank, of which no membership tells yet."""
+        """Readiness of restarted ranks, by rank, that is in no membership yet."""
 
     @property
     def vacant(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND = 127
-"""Exit status, as a shell's."""
+"""Exit status for a missing program, as a shell's."""
 
 
 def die_with_parent(parent: int) -> None:

@@ -33,7 +33,7 @@ KILLED_S = 10.0
 """How long killed ranks may take to end. One that waits for a dead disk or device may never."""
 _TAIL_LINES = 20
 _MOST_ERROR_NBYTES = 1 << 20
-"""A larger file of torch's `record` is not read."""
+"""Maximum size of a file of torch's `record` that is read."""
 
 
 class Workers:

@@ -51,9 +51,11 @@ from adaptra_megatron.transport.message_keys import Transport
 _TAG, _LIFELINE_TAG = 1, 2
 _EXPIRED = timedelta(milliseconds=1)
 _AHEAD = 8
-"""Receives that a follower has posted: what finds one is there in one way instead of three."""
+"""Number of receives that a follower has posted ahead: a message with a posted receive needs one way instead
+of three.
+"""
 _PATIENCE_S = 10.0
-"""Longer than the leader waits for a message: it knows better what is wrong."""
+"""Additional time that a follower waits for the leader: the leader's own timeout comes first, and knows the cause."""
 
 
 class StageTeamError(LateRankError):
@@ -92,7 +94,7 @@ class StageTeam:
             try:
                 self._sent.append((follower, self._group.send([said], follower, _TAG), said))
             except RuntimeError as cause:
-                raise self._error(f"cannot tell rank {self._ranks[follower]} what to run", cause) from cause
+                raise self._error(f"cannot send rank {self._ranks[follower]} its next action", cause) from cause
 
     def follow(self) -> int:
         """Return the leader's next number. Raises StageTeamError if the leader has ended, or is silent for too long."""
@@ -145,9 +147,9 @@ class StageTeam:
 # What is compared are the gaps between messages, which neither a late start nor one late message shifts for long.
 
 CHANGE = 0.25
-"""Share of an action: arrivals are irregular where half of the gaps change by more between iterations."""
+"""Share of an action's duration: arrivals are irregular if half of the gaps change by more between iterations."""
 UNSTEADY_AFTER = 2
-"""Iterations in a row: a pause or a new plan changes gaps once, between two pairs of iterations at most."""
+"""Number of successive irregular iterations: a pause or a new plan changes gaps once, between two pairs at most."""
 STEADY_AFTER = 3
 TRIED_AFTER = 30
 """Iterations after which an unsteady neighbour counts as steady again, so that it is judged anew: leaving the plan
@@ -224,13 +226,15 @@ class Dispatcher:
         pipeline, by stage.
         """
         self.online_iterations = 0
-        """How many were dispatched online here."""
+        """Number of iterations dispatched online on this rank."""
         self.moved_actions = 0
-        """How many actions ran before one that the plan had before them."""
+        """Number of actions that ran before one that precedes them in the plan."""
         self.all_by_host_path = True
-        """True if every link of the job is to take the host path: ranks of a stage cannot tell of each other's."""
+        """True if all links of the job should take the host path: ranks of a stage do not know the paths of each
+        other's links.
+        """
         self.keeps_plan = False
-        """True where a policy has all stages run what is planned."""
+        """True if a policy makes all stages run the plan."""
         self._asked, self._aborted = mode, False
         self._mode, self._transport, self._team = mode, transport, team
         self._timeout_s, self._ranks = timeout_s, ranks
@@ -239,9 +243,9 @@ class Dispatcher:
         self._patience_s = 0.0
         self._said = RateLimitedLog(logger, most_in_a_row=2)
         self._online_for: str | None = None
-        """Why the latest iteration was dispatched online."""
+        """Reason for which the latest iteration was dispatched online; None if it was not."""
         self._jitter: dict[int, ArrivalJitter] = defaultdict(ArrivalJitter)
-        """By neighbour."""
+        """Arrival jitter by neighbour."""
 
     def steps(self, program: Program, cap: float | None, released_at_backward_input: float) -> Steps:
         """Return the steps of the next training iteration.

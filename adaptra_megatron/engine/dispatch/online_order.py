@@ -48,17 +48,17 @@ class OnlineOrder:
         both = deque(step for step in program.steps if step.action.kind is not Kind.BACKWARD_WEIGHT)
         self._sequences = [both] if program.schedule.placement.shares_links else [backwards, forwards]
         self._splits = [place for place, step in enumerate(backwards) if step.action.kind is Kind.BACKWARD_INPUT]
-        """Which of the backwards are split."""
+        """Indices of the split backwards."""
         self._weight_steps = {
             (step.action.chunk, step.action.micro_batch): step
             for step in program.steps
             if step.action.kind is Kind.BACKWARD_WEIGHT
         }
         self._weights_due: list[ProgramStep] = []
-        """In the plan's order."""
+        """Weight gradients that are due, in the plan's order."""
         self._done = [False] * len(program.steps)
         self._planned = 0
-        """Where the first action of the plan is that has not run."""
+        """Position of the first action of the plan that has not run."""
         self._forwards = [0] * program.schedule.chunks
         self._begun = self._inputs = self._weights = 0
 

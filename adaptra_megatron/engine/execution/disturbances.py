@@ -10,7 +10,7 @@ _REMEMBERED = 8
 _ENOUGH = 3
 LONG_PAUSE_S = 1.0
 LONG_PAUSE_FACTOR = 5.0
-"""Times the usual pause between two iterations."""
+"""Multiple of the usual pause between two iterations."""
 
 
 class DisturbanceWatch:

@@ -182,7 +182,7 @@ class IterationReport:
 
 
 Steps = Callable[[Inbox], Iterator[ProgramStep]]
-"""Where the steps of an iteration come from, one after the other; may look at what has arrived, and wait for it."""
+"""Iterates over the steps of an iteration. It may inspect arrivals, and wait for them."""
 
 
 def planned_steps(program: Program) -> Steps:

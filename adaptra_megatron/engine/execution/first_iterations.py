@@ -14,7 +14,7 @@ from collections.abc import Callable
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 COLD = "kernels loaded and tuned for the first time"
-"""What disturbs the timings of such an iteration."""
+"""Name of the disturbance in the timings of a cold iteration."""
 
 
 class FirstIterations:
@@ -26,7 +26,7 @@ class FirstIterations:
     def __init__(self, synchronize: Callable[[], None] | None) -> None:
         """`synchronize`: waits for the GPU; None on a CPU, where no iteration is cold."""
         self.cold = False
-        """Set while the iteration under way is one."""
+        """True while the present iteration is cold."""
         self._synchronize = synchronize
         self._seen: set[tuple[bool, tuple[int, ...] | None, int]] = set()
 

@@ -105,7 +105,7 @@ class Measuring:
         self._job, self._transport, self._dispatcher, self._telemetry = job, transport, dispatcher, telemetry
         self._hooks = hooks
         self.unsettled: EndedIteration | None = None
-        """The latest iteration, until what it measured is handed in."""
+        """Latest iteration, until its measurements are passed on."""
 
     def settle(self, exchange: PlanExchange, steering: FixedPaths) -> None:
         """Pass on and trace the measurements of the latest iteration; wait for the device if it is still busy with it.

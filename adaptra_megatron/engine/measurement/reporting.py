@@ -26,7 +26,7 @@ from adaptra_megatron.transport.link_paths import PathCounters
 from adaptra_megatron.transport.message_keys import Direction, MessageTimes, Transport, TwoPathTransport
 
 MOST_HOSTS = 4
-"""Hosts of a stage that a label names."""
+"""Maximum number of a stage's hosts in a label."""
 _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
 
 

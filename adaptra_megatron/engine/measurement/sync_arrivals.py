@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from adaptra_megatron.engine.pipeline import Pipeline
 
 _MOST_PENDING = 8
-"""Iterations whose end on the GPU is awaited."""
+"""Maximum number of iterations whose end on the GPU is awaited."""
 
 
 class _Pending(NamedTuple):
@@ -98,7 +98,7 @@ class MonitoredIterations(IterationHooks):
         super().__init__(pipeline)
         self._arrivals = arrivals
         self._waits: IterationWaits | None = None
-        """Of the latest iteration, until it is measured."""
+        """Waits of the latest iteration, until it is measured."""
 
     def commit(self, call: PipelineCall) -> None:
         """See IterationHooks."""

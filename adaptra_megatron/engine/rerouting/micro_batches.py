@@ -40,14 +40,15 @@ class MicroBatchFeed(Iterator[Any]):
         self.own, self._replica = own, replica
         self._source = source_of(own)
         self._first = self._next = 0
-        """Numbers, over the training, of the first micro-batch of this iteration and of the next one."""
+        """Numbers, since the training began, of the first micro-batches of this iteration and of the next."""
         self._read: list[Any] = []
-        """What `own` has yielded in this iteration."""
+        """Items that `own` has yielded in this iteration."""
         self._reads = False
-        """Set once this stage has asked for one: stages in the middle do not."""
+        """True once this stage has read data: stages in the middle do not."""
         self._taken = self._taken_before = 0
-        """How many `own` has yielded, over the training: now, and when this iteration began. Where this stage has had
-        no work so far, as one may that has just been started again, `own` is behind."""
+        """Number of items that `own` has yielded since the training began: now, and at the beginning of this iteration.
+        If this stage has had no work so far, as after a restart, `own` is behind.
+        """
         self._home = Home(replica, 0)
 
     @property

@@ -61,7 +61,7 @@ class DegradedRoutes:
         self._layout, self._generation, self._control = layout, generation, control
         self._timeout_s, self._check = timeout_s, check
         self.planned: RoutingSection | None = None
-        """The latest routes of training, on the rank that has planned them."""
+        """Latest routes of training, on the rank that planned them."""
         self._orders: dict[tuple[int, bool], CellOrder] = {}
 
     def order(self, costs: Costs, *, split: bool, forward_only: bool) -> CellOrder:
@@ -242,16 +242,16 @@ class Rerouting(IterationHooks):
         self._order: CellOrder | None = None
         self._program: Program | None = None
         self._links: set[int] = set()
-        """Ranks of other replicas that there are links to."""
+        """Ranks of other replicas with open links."""
         self._follows = self._routed = False
-        """True where the iteration under way is routed as was decided; where it is routed at all."""
+        """True if the present iteration follows routes of a decision; and if it is routed at all."""
         self._pinned: Sequence[int] = ()
-        """Stages whose micro-batches cannot be routed round slow cells."""
+        """Stages whose micro-batches cannot be routed around slow cells."""
         self._degraded: DegradedRoutes | None = None
-        """Where cells are dead."""
+        """Routes around dead cells; None if there are none."""
         self._dead: frozenset[Cell] = frozenset()
         self.routed_iterations = 0
-        """How many were, so far."""
+        """Number of routed iterations so far."""
 
     def wrap_inputs(self, call: PipelineCall, inputs: Inputs) -> Inputs:
         """See IterationHooks. The first call is collective over the job.

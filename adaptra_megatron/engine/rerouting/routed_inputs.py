@@ -30,7 +30,7 @@ from adaptra_megatron.transport.gpu.training_device import current_device
 # Brings losses home: each replica hands its training script those of its own micro-batches.
 
 Reports = Mapping[str, torch.Tensor]
-"""What a loss function returns last: tensors of numbers by name, alike for all micro-batches."""
+"""Last result of a loss function: tensors of numbers by name, with the same shapes for all micro-batches."""
 
 
 _MOST_NBYTES = 1 << 16
@@ -146,10 +146,10 @@ class RoutableInputs:
         self._losses_of: list[Home] = []
         """Micro-batches whose losses were computed here, in order."""
         self._like: Any = None
-        """The report of any loss function."""
+        """Report of some loss function; None before the first."""
         self._check, self._says_form = check, True
-        """Set until this rank has written down what reports look like, for those that have seen none: routes may leave
-        one without work that is started again, or in whose first iteration another dies."""
+        """True until this rank has published the form of reports, for ranks that have seen none: routes may leave a
+        restarted rank without work, or one in whose first iteration another rank fails."""
         self._peers = data_parallel_group(call.groups)
 
     @property

@@ -5,5 +5,4 @@ ALGORITHM_HELP = {
     "stragglar": "what can be summed up without the replica that came last before is, while the others wait for it",
     "hidden": "the same with another algorithm, for delays longer than an all-reduce",
 }
-"""What each row of `algorithms.ALGORITHMS` does, in the help of --adaptra-gradient-sync: for whom the table itself is
-too much to import."""
+"""Help of each row of `algorithms.ALGORITHMS` in --adaptra-gradient-sync, apart from the table, which imports more."""

@@ -19,7 +19,7 @@ from adaptra_megatron.gradsync.all_reduce.stragglar import MOST_RANKS, has_strag
 # one full-duplex link of the same speed to all others (the model of arXiv 2505.23523).
 
 MOST_CHUNKS = 256
-"""In the chain of a hidden all-reduce: each is a message, and a schedule is to stay small."""
+"""Maximum number of chunks in the chain of a hidden all-reduce: each is a message, and schedules should stay small."""
 
 
 class AllReduceWire(NamedTuple):
@@ -93,7 +93,7 @@ def critical_delay_s(ranks: int, nbytes: float, wire: AllReduceWire) -> float:
 
 
 _CHAIN_CHUNK_NBYTES = 1 << 20
-"""Chunks of a hidden all-reduce's chain, where nothing has been measured."""
+"""Size of chunks in the chain of a hidden all-reduce before anything is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +138,15 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         waiting_s=hidden_waiting_s,
     ),
 }
-"""In the order of the help; of two that take as long, the first one is chosen."""
+"""All-reduces by name, in the order of the help. Of two that take equally long, the first is chosen."""
 
 
 # Which all-reduce to run: one around the straggler where the delay is sure to pay for it, stock's elsewhere.
 
 STOCK = "stock"
-"""The name of what a library does, which waits for all ranks."""
+"""Name of the library's own all-reduce, which waits for all ranks."""
 LEAST_GAIN = 0.05
-"""Fraction of stock's time that must be saved, by the model: less is within what measurements are wrong by."""
+"""Minimum fraction of stock's time that a choice must save by the model; less is within the error of measurements."""
 
 
 class AlgorithmChoice(NamedTuple):

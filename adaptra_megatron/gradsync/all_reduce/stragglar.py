@@ -189,7 +189,7 @@ def _matched(choices: Sequence[Sequence[int]]) -> list[int]:
 
 
 MOST_RANKS = 64
-"""What there are tables for; powers of two have no limit."""
+"""Maximum number of ranks with tables; powers of two have no limit."""
 
 
 def stragglar(ranks: int) -> AllReduce:

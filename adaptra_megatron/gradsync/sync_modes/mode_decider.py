@@ -18,8 +18,8 @@ from adaptra_megatron.gradsync.sync_modes.modes import (
 from adaptra_megatron.gradsync.sync_modes.updates import Update
 
 KEPT, LEAST = 5, 3
-"""Times of a replica whose median is the prediction of its next one, and as many as there must be. Held against means
-and autoregression on recorded jobs by benchmarks/sync_predictors.py."""
+"""Number of a replica's latest times whose median predicts the next one, and minimum number of times. Compared with
+means and autoregression on recorded jobs by benchmarks/sync_predictors.py."""
 _SQUARES = 50
 _UNKNOWN = math.inf
 

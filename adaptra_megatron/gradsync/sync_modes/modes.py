@@ -15,16 +15,16 @@ from typing import NamedTuple
 from adaptra_megatron.schedule.ir import ScheduleError, require_counts
 
 STRAGGLING = 0.2
-"""How much longer than the fastest a straggler takes, as a fraction (STAR, section 3.2 of the released code)."""
+"""Minimum fraction by which a straggler is slower than the fastest (STAR, section 3.2 of the released code)."""
 LEAST_GAIN = 0.05
-"""Fraction of a mode's time that one further from synchronous training must save: less is within what is unsure."""
+"""Minimum fraction of time that a mode further from synchronous training must save; less is within the uncertainty."""
 SETTLING, AVERAGED = 256, 1024
-"""Updates that a pace leaves out, and those that it is the mean of.
+"""Number of updates that a pace skips, and of those that it averages.
 
-Who is in an update depends on where each replica is in its computation. With times that are no multiples of each other
-these phases never repeat: they drift by a fraction of a gradient per update, and with times nearly alike that takes
-thousands of updates. A mean over some updates is thus not that over others: 2.8% apart in the worst case known, 1.1% in
-600 random ones. That is less than `LEAST_GAIN`, and times do not stay as they are for as long.
+The members of an update depend on how far each replica is in its computation. If times are no multiples of each other,
+these phases never repeat: they drift by a fraction of a gradient per update. With nearly equal times that takes
+thousands of updates. So the mean depends on the averaged updates: by 2.8% in the worst case known, by 1.1% in 600
+random ones. That is less than `LEAST_GAIN`, and real times do not stay constant for as long.
 """
 
 

@@ -80,16 +80,16 @@ class Updates:
         """
         require_counts(replicas=replicas, max_staleness=max_staleness)
         self.mode = Mode.ssgd(replicas)
-        """Mode of the updates to come; may be changed between two calls."""
+        """Mode of later updates; may be changed between two calls."""
         self.version = 0
         self.max_staleness = max_staleness
         self.read = [0] * replicas
-        """Versions of the parameters with which each computes, or has computed what it has handed in."""
+        """Version of the parameters of each replica's present gradient."""
         self._has = [0] * replicas
         self._latest = tuple(range(replicas))
         """Members of the last update."""
         self._given: dict[int, list[int]] = {}
-        """Versions of the parameters of gradients that replicas were given, until these are members of an update."""
+        """Versions of the parameters of gradients given to each replica, until its next update."""
         self._arrived: dict[int, None] = {}
         self._here: set[int] = set()
         self._begun = True

@@ -35,11 +35,11 @@ from adaptra_megatron.megatron.compat import gradient_to_use, has_sharded_weight
 from adaptra_megatron.transport.gpu.training_device import current_stream
 
 GATHER_BUFFERS = ("mpu", "adaptra-ahead")
-"""Names in Megatron's global memory buffer: the one that stock gathers into, and one to gather ahead into."""
+"""Names in Megatron's global memory buffer: stock's own gather buffer, and one to gather ahead."""
 
 
 Gradients = list[tuple[torch.nn.Parameter, torch.Tensor]]
-"""With the parameter that each is of."""
+"""Gradients, each with its parameter."""
 
 
 class DelayedGradient(Protocol):
@@ -60,7 +60,7 @@ class DelayedGradient(Protocol):
 
 
 _Use = tuple[int, object]
-"""Graph task and owner."""
+"""(graph task, owner) of a use of parameters."""
 
 
 def current_graph_task() -> int:
@@ -131,15 +131,15 @@ class WeightGradientQueue:
         self._layers = layers
         self._collected: list[DelayedGradient] | None = None
         self._uses: set[_Use] = set()
-        """Of what was collected."""
+        """Uses of the collected gradients."""
         self._flags: list[tuple[torch.nn.Parameter, bool]] = []
         self._stand_ins: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._whole: set[torch.nn.Parameter] = set()
         """Weights whose gradients are left to stock."""
         self._streams: set[Any] = set()
-        """On which split backwards have run: several with Megatron's moe_shared_expert_overlap."""
+        """Streams of split backwards: several with Megatron's moe_shared_expert_overlap."""
         self.computed = 0
-        """Weight gradients computed so far: shows that splitting took place at all."""
+        """Number of weight gradients computed so far, which proves that backwards were split."""
 
     @property
     def collects(self) -> bool:

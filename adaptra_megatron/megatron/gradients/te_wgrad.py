@@ -31,9 +31,9 @@ logger = logger_of(__name__)
 
 _PACKAGE = "transformer_engine"
 _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad")
-"""Switches of layers: their input is gathered into a buffer of all such layers, and their output's gradient is."""
+"""Attributes of layers: their input, or their output's gradient, is gathered into a buffer that layers share."""
 _DELAYED_PARAMETER = re.compile(r"(weight|bias)\d*")
-"""Names of parameters whose gradients `backward_dw` computes. Norms' and those of split parameters have others."""
+"""Names of parameters whose gradients `backward_dw` computes. Norms and split parameters have other names."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ bytes per parameter over D, with Adam and 16-bit parameters) and the time of its
 If the owner has failed, the holder of the copy adds the shard's part to gradient norms, has its parameters gathered,
 and writes it into checkpoints.
 
-With several instances of the optimizer each has all shards, so none is copied: see `optimizer_instances`.
+With several instances of the optimizer each has all shards, so none is copied: see `OptimizerInstance`.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def refuse_gathering(group: FaultTolerantGroup, keywords: Mapping[str, Any], wha
     if group.members != group.ranks and (what or kind not in _WRITTEN_BY_EACH):
         what = what or f"the format {kind} of the distributed optimizer's state"
         raise UnsupportedFeatureError(
-            f"ranks are dead, and {what} gathers all shards at one rank, so this checkpoint cannot be written: go "
+            f"ranks have failed, and {what} gathers all shards at one rank, so this checkpoint cannot be written: go "
             "on from the one before, and use --ckpt-format torch_dist without --dist-ckpt-optim-fully-reshardable"
         )
 
@@ -313,7 +313,7 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
             if self._copy is not None:
                 raise RuntimeError(
                     "--adaptra-reroute failures: a checkpoint has been loaded into the distributed optimizer after its "
-                    "first iteration, and the copies of its shards would not know; load it before, or drop the flag"
+                    "first iteration, and the copies of its shards would miss it; load it before, or drop the flag"
                 )
             super().load_state_dict(state_dict)
 

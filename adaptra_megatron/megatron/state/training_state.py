@@ -110,7 +110,7 @@ class StateReceiver:
         """`key`, `identity`: as at the sender."""
         self._receive, self._digest = receive, _Digest(key, identity)
         self._left = torch.empty(0, dtype=torch.uint8)
-        """Of the message that came last."""
+        """Unread rest of the latest message."""
 
     def values(self) -> Any:
         """Return the values that the sender's `values` was called with."""

@@ -147,8 +147,8 @@ class LinkWatch:
             looks, stood_s = self._looks, stood_s + pause_s if self._looks == looks else 0.0
             if stood_s > self._stands_s:
                 logger.error(
-                    "the watch of links has stood for %.0f s in a call of the GPU's driver: no deadline holds: this "
-                    "process ends. Look at the driver's log (dmesg, nvidia-smi -q) of this host",
+                    "the watch of links has been blocked for %.0f s in a call of the GPU's driver, so that no deadline "
+                    "is kept: this process ends. Look at the driver's log (dmesg, nvidia-smi -q) of this host",
                     stood_s,
                 )
                 self._last_resort()

@@ -89,7 +89,7 @@ class NcclLink:
         self._connects_until_s: float | None = time.monotonic() + timeout_s
         """Deadline for NCCL to connect; None once it has connected."""
         if not side.device.idle(stream):
-            raise RuntimeError("what an earlier session left on the link's stream has not ended")
+            raise RuntimeError("work of an earlier session on the link's stream has not ended")
         # NCCL would wait for a peer that does not come, and go on listening for it.
         unique_id, peer = self._meet(store, 1 - self._peer, timeout_s)
         name, config = f"adaptra {ends.source}>{ends.target}", _with_ctas(side.config, side.identity, peer)
@@ -105,7 +105,7 @@ class NcclLink:
         DeviceThread(self._free_when_ended, name).start()
         try:
             with self._calls:
-                self._await_nccl("the other end did not come to the communicator")
+                self._await_nccl("the other end did not join the communicator")
         except RuntimeError as cause:
             self.abort(str(cause))
             raise

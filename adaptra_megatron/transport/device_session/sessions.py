@@ -129,7 +129,7 @@ class ReceivingSession:
         self._standing = 0
         """Number of receives launched and not finished."""
         self._awaits_body = False
-        """True while a launched header's message has not been launched: nothing may come between the two."""
+        """True between the launches of a header and of its message: no other receive may be launched then."""
         self._under_way: queue.SimpleQueue[_UnderWay | Exception | None] = queue.SimpleQueue()
         """Launched receives for the thread; an exception tells why a launch failed."""
         name = f"adaptra-device-receive-{group.ends.source}"
@@ -251,7 +251,7 @@ class DeviceEvents(Protocol):
 
 
 _MOST_MAKERS = 8
-"""Most threads that make sessions at once: while the job's store does not answer, each waits for it."""
+"""Maximum number of threads that create sessions at once: each waits for the job's store while that does not answer."""
 
 
 class DevicePath:

@@ -338,8 +338,8 @@ class DualLink:
         received, _times = self._wait(_GREETING, deadline_s)
         if not torch.equal(received, greeting):
             raise TransportError(
-                f"{self.ends.here}, link {self.ends.direction(receiving=True)}: what came over the host path is not "
-                f"what was sent, in a message of {greeting.nbytes} bytes"
+                f"{self.ends.here}, link {self.ends.direction(receiving=True)}: the greeting of {greeting.nbytes} "
+                "bytes was corrupted on the host path"
             )
         self.flush(deadline_s)
 

@@ -205,7 +205,7 @@ class LinkOpener:
                     link.opening = published.number
                     return True
             if time.monotonic() >= deadline_s:
-                raise TransportError(f"{link.ends.there} did not come to open it")
+                raise TransportError(f"{link.ends.there} did not open its end")
             task.cancelled.wait(backoff.next_s())
         return False
 

@@ -193,10 +193,10 @@ class SenderPhase(enum.Enum):
 
     PROPOSED = "its group is being made"
     PROVING = "probes are under way"
-    STANDBY = "proven, and in reserve"
+    STANDBY = "its probes have arrived; in standby"
     CARRYING = "messages take it"
-    DRAINING = "messages take it up to a number that is being agreed on, or has been"
-    FAILED = "this end has called it dead, and waits for what the receiver has got of it"
+    DRAINING = "messages take it up to an agreed number"
+    FAILED = "this end saw it fail, and waits for the receiver's count"
 
 
 _HEALTHY = (SenderPhase.STANDBY, SenderPhase.CARRYING, SenderPhase.DRAINING)

@@ -36,17 +36,17 @@ def queues_in_words(environment: Mapping[str, str] = os.environ, model: str = QU
     if queues > 1:
         return (
             f"{CONNECTIONS} gives each GPU {queues} hardware queues: streams of NCCL, of links and of computation "
-            "share some, and what waits in one may hold up the others, which plans do not reckon with. "
+            "share some, and work that waits in one may delay the others, which plans ignore. "
             f"Set {CONNECTIONS}={MOST_QUEUES}"
         )
     if model == "shared":
         return (
-            f"{CONNECTIONS}=1 gives each GPU one hardware queue: plans reckon with transfers that hold up nothing once "
-            "they have started (--adaptra-queue-model shared)"
+            f"{CONNECTIONS}=1 gives each GPU one hardware queue: plans assume that transfers delay nothing once they "
+            "have started (--adaptra-queue-model shared)"
         )
     return (
-        f"{CONNECTIONS}=1 gives each GPU one hardware queue: plans reckon with nothing in it starting before what is "
-        "in front has ended, and links take the host path where there is one. Where T1 of scripts/gpu_check.sh shows "
-        "that NCCL's trailing waits hold up nothing, --adaptra-queue-model shared lets them take the device path; "
+        f"{CONNECTIONS}=1 gives each GPU one hardware queue: plans assume that nothing in it starts before the end "
+        "of what is in front, and links take the host path if there is one. If T1 of scripts/gpu_check.sh shows that "
+        "NCCL's trailing waits delay nothing, --adaptra-queue-model shared lets them take the device path; "
         f"{NO_PLAN_FASTER}, so stock's own schedule runs there"
     )

@@ -172,7 +172,7 @@ def greet(group: LinkGroup, sends: bool, deadline_s: float) -> None:
         buffer = group.empty(expected.shape, expected.dtype)
         group.wait(group.receive(buffer, _GREETING_TAG), max(0.0, deadline_s - time.monotonic()))
         if not torch.equal(group.read(buffer), expected):
-            raise RuntimeError("what came is not what was sent")
+            raise RuntimeError("the greeting arrived corrupted")
     except RuntimeError as cause:
         group.abort(str(cause))
         raise

@@ -108,4 +108,4 @@ class TcpWire:
         states = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for connection in self._connections]
         living = states.count(_ESTABLISHED)
         if living:
-            self._ended(f"{len(states) - living} of {len(states)} connections ended, and not by the peer's doing")
+            self._ended(f"{len(states) - living} of {len(states)} connections ended, but the peer did not end them")

@@ -385,7 +385,7 @@ def test_a_new_session_does_not_begin_behind_what_an_old_one_left(gpus: Gpus) ->
     began(lambda: target.receive(target.empty((NBYTES,), torch.uint8), 0), lambda: source.send(tensor, 0))
     gpus.end_of(1).pair.lost = True
     target.abort()
-    with pytest.raises(RuntimeError, match="what an earlier session left on the link's stream has not ended"):
+    with pytest.raises(RuntimeError, match="work of an earlier session on the link's stream has not ended"):
         gpus.link(1, "again", sends=False)
     gpus.libraries[1].abort_hangs.clear()
     assert target.wait_until_freed(soon())
@@ -513,7 +513,7 @@ def test_a_peer_that_dies_on_the_way_is_an_error_at_the_deadline(gpus: Gpus, die
     if dies == "before it joins":
         gpus.store.set("alone/gpu/1", "gpu 1")
         start_s = time.monotonic()
-        with pytest.raises(RuntimeError, match="the other end did not come to the communicator within"):
+        with pytest.raises(RuntimeError, match="the other end did not join the communicator within"):
             gpus.link(0, "alone", sends=True, timeout_s=2.0)
     else:
         source, _target = gpus.pair(timeout_s=3.0)

@@ -274,7 +274,7 @@ def killed_before_it_comes(here: Rank, victim: int) -> None:
     NcclLink._await_nccl = note  # type: ignore[method-assign]
     if here.rank == victim:
         here.library.init_rank = kill_itself  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the other end did not come to the communicator within 5 s"):
+    with pytest.raises(RuntimeError, match="the other end did not join the communicator within 5 s"):
         here.link(timeout_s=5.0)
     assert freed(made[0])
     assert len(here.library.new_unique_id()) == 128

@@ -66,7 +66,7 @@ def end(connection: socket.socket) -> None:
 def test_one_connection_that_ends_while_others_live_ends_the_session(lanes: tuple) -> None:
     ours, theirs = lanes
     (cause,) = causes(ours, Ring.create(SLOTS, 4096), lambda: end(theirs[1]))
-    assert cause == "1 of 3 connections ended, and not by the peer's doing"
+    assert cause == "1 of 3 connections ended, but the peer did not end them"
 
 
 def test_it_is_given_the_time_that_the_other_ends_may_take(lanes: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
