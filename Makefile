@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # GPUs) is the machine's matter, and each has other hashes.
 LOCK := requirements/tested.txt
 TORCH := $(shell grep '^torch==' requirements/tested.in)
+LATEST_TORCH := torch==2.15.0
 
 # Megatron-LM's sources, for its own scripts. MEGATRON_LM_SOURCE names a mirror.
 MEGATRON_LM ?= build/megatron-lm
@@ -161,6 +162,8 @@ test-versions:
 	$(MAKE) megatron VENV=.venv312 PYTHON=python3.12 MEGATRON_LM=build/megatron-lm-core_v0.19.0 MEGATRON_LM_TAG=core_v0.19.0
 	.venv312/bin/python -m pip --disable-pip-version-check install --quiet msgspec  # which main imports
 	$(BIN)/python scripts/try_releases.py --python 3.11=.venv/bin/python --python 3.12=.venv312/bin/python
+	$(MAKE) megatron VENV=.venv-latest PYTHON=python3.11 TORCH=$(LATEST_TORCH)
+	$(BIN)/python scripts/try_releases.py --apart --python 3.11=.venv-latest/bin/python --release core_v0.16.1
 
 docs: $(INSTALLED)
 	$(BIN)/python scripts/write_docs.py

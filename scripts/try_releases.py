@@ -3,6 +3,7 @@
 """Runs tests/dropin on each supported release of Megatron-LM and writes what came of it into docs/versions.md.
 
     scripts/try_releases.py --python 3.11=.venv/bin/python --python 3.12=.venv312/bin/python
+    scripts/try_releases.py --apart --python 3.11=.venv-latest/bin/python --release core_v0.16.1
 
 Sources are fetched into build/. What is not run, for want of an interpreter or because others were asked for, keeps its
 place in the table.
@@ -64,6 +65,11 @@ def fetch(release: str, interpreter: Path) -> Path:
     return directory
 
 
+def torch_of(interpreter: Path) -> str:
+    command = [interpreter, "-c", "import torch; print(torch.__version__.partition('+')[0])"]
+    return f"torch {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
+
+
 def tried(checkout: Path, release: str) -> str:
     """When the release is tried, and which commit where its name is a branch's."""
     if release != "main":
@@ -105,7 +111,7 @@ def _reason(problem: ElementTree.Element) -> str:
 
 def table(record: Mapping[str, Outcomes], days: Mapping[str, list[str]]) -> str:
     """One row per test and outcome, with its cases, one column per release; on which days these were run; reasons."""
-    releases = [release for release in RELEASES if release in record]
+    releases = [each for release in RELEASES for each in sorted(record) if each.partition(", ")[0] == release]
     tests = list(dict.fromkeys(test for release in releases for test in record[release]))
     head = ["", *(release.removeprefix("core_v") for release in releases)]
     cases: dict[tuple[str, ...], list[str]] = {}
@@ -135,7 +141,7 @@ def _whatever_the_test(found: Outcomes) -> str:
 
 
 def kept() -> tuple[dict[str, Outcomes], dict[str, list[str]]]:
-    """By release, all that has ever been found out, and when."""
+    """By release (and torch's, where that stands apart), all that has ever been found out, and when."""
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"outcomes": {}, "days": {}}
     return record["outcomes"], record["days"]
 
@@ -152,6 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=INTERPRETER", help="3.11=...")
     parser.add_argument("--release", action="append", choices=list(RELEASES), help="only these")
+    parser.add_argument("--apart", action="store_true", help="keep it in a column of its own, by torch's release")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only these tests, as for pytest")
     options = parser.parse_args()
     given = (one.partition("=") for one in options.python)
@@ -163,7 +170,8 @@ def main() -> int:
         interpreter = interpreters[version]
         checkout = fetch(release, interpreter)
         found = outcomes(checkout, interpreter, options.k)
-        keep(release, found, tried(checkout, release), whole=not options.k)
+        column = f"{release}, {torch_of(interpreter)}" if options.apart else release
+        keep(column, found, tried(checkout, release), whole=not options.k)
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + table(*kept()) + "\n" + END + rest.partition(END)[2])
     return 0

@@ -69,6 +69,14 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "pipeline_model_parallel_comm_backend": ("ucc", "--pipeline-model-parallel-comm-backend ucc"),
     "patch_primus_pipeline": (True, "patch_primus_pipeline"),
     "patch_zero_bubble": (True, "patch_zero_bubble"),
+    "schedules_method": ("dualpipev", "--schedules-method"),
+    **dict.fromkeys(
+        (
+            *("moe_fb_overlap", "use_nanopipe", "recompute_in_bubble", "recompute_in_advance"),
+            *("automated_pipeline_perf", "optimize_send_recv_comm", "use_multiparameter_pipeline_model_parallel"),
+        ),
+        (True, "MindSpeed"),
+    ),
 }
 """What shows in Megatron's parsed arguments alone."""
 OF_LATER_RELEASES = {
