@@ -35,9 +35,9 @@ SAME = {
 """Flags, and settings of NeMo 2's strategy (`fsdp`) and NeMo 1's models, that Megatron's configs name otherwise."""
 NEMO_1 = ("megatron_amp_O2", "mcore_gpt", "activations_checkpoint_granularity")
 """Settings by which recipes of NeMo 1 are known: there alone `bias` and `transformer_engine` are the model's."""
-TUNERS = ("peft_scheme", "peft", "tuner_type", "train_type", "sft_type")
+TUNERS = ("peft_scheme", "peft", "recipe", "tuner_type", "train_type", "sft_type")
 """Settings that name what is trained: of NeMo 1, of Megatron-Bridge and Primus, of ms-swift."""
-ADAPTERS = re.compile(r"lora|dora|adapter|p-?tuning|ia3|boft|bone", re.IGNORECASE)
+ADAPTERS = re.compile(r"lora|dora|adapter|p-?tuning|ia3|boft|bone|_peft", re.IGNORECASE)
 """Parts of what they name where layers are frozen, and adapters of them trained."""
 ADAPTER_SECTION = re.compile(r"(\w+\.)*(Canonical|VLM)?(LoRA|DoRA)|lora|peft")
 """Sections about adapters, by their names or their classes."""

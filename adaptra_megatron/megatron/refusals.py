@@ -132,6 +132,11 @@ SEEN_IN_ARGUMENTS = (
         "links between stages are made here, over NCCL and host memory, and UCC would carry none of their messages",
     ),
     Refusal(
+        "knowledge distillation (--export-kd-teacher-load)",
+        _setting("export_kd_teacher_load"),
+        "messages of several tensors per micro-batch are not carried",
+    ),
+    Refusal(
         "Primus's own pipeline schedules (patch_primus_pipeline, patch_zero_bubble)",
         _either("patch_primus_pipeline", "patch_zero_bubble"),  # enable_zero_bubble alone, its default, changes nothing
         _REPLACING,

@@ -67,6 +67,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "use_torch_fsdp2": (True, "--use-torch-fsdp2"),
     "inprocess_restart": (True, "--inprocess-restart"),
     "pipeline_model_parallel_comm_backend": ("ucc", "--pipeline-model-parallel-comm-backend ucc"),
+    "export_kd_teacher_load": ("/teacher", "--export-kd-teacher-load"),
     "patch_primus_pipeline": (True, "patch_primus_pipeline"),
     "patch_zero_bubble": (True, "patch_zero_bubble"),
     "schedules_method": ("dualpipev", "--schedules-method"),

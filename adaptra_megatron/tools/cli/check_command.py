@@ -24,6 +24,10 @@ from adaptra_megatron.megatron.refusals import pipeline_stages
 from adaptra_megatron.tools.cli.planning.inputs import InputError
 from adaptra_megatron.tools.cli.recipe_files import OVERRIDE, jobs_of, merged, nested, read_document
 
+CONFIG_FLAGS = ("config", "config_file")
+"""Flags of NeMo-RL's and Megatron-Bridge's scripts that name a file of settings."""
+RECIPE_FLAGS = ("recipe", "config_name")
+"""Flags of Megatron-Bridge's scripts and Hydra's that name a recipe, wherever that is."""
 _DESCRIPTION = """\
 Say whether a job would start with --adaptra, and what it would get: what is refused, which backwards are split, which
 paths messages have. Nothing of the job is started, and no GPU is touched.
@@ -91,8 +95,7 @@ def _jobs_in(path: Path, words: Sequence[str]) -> tuple[dict[str, SimpleNamespac
     `words`: settings that replace the file's.
     """
     document, missing = read_document(path)
-    if missing:
-        print(f"{path} inherits from what is not there, and is judged without: {', '.join(missing)}", file=sys.stderr)
+    _say_missing(path, missing)
     many = isinstance(document, list)
     jobs: dict[str, SimpleNamespace] = {}
     for number, entry in enumerate(document if many else [document]):
@@ -103,6 +106,26 @@ def _jobs_in(path: Path, words: Sequence[str]) -> tuple[dict[str, SimpleNamespac
     if not jobs:
         raise InputError(f"--settings {path} holds an empty list: give at least one object of settings")
     return jobs, many or len(jobs) > 1
+
+
+def _document_of_flags(flags: SimpleNamespace) -> Mapping[str, Any]:
+    """Return the document that a command line names; one line on stderr says which recipe it cannot be read from."""
+    for name in CONFIG_FLAGS:
+        path = Path(str(getattr(flags, name, "")))
+        if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
+            document, missing = read_document(path)
+            _say_missing(path, missing)
+            return document if isinstance(document, Mapping) else {}
+    for name in RECIPE_FLAGS:
+        if (named := getattr(flags, name, None)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            print(f"{flag} {named} is not read: its settings count as Megatron-LM's defaults", file=sys.stderr)
+    return {}
+
+
+def _say_missing(path: Path, missing: Sequence[str]) -> None:
+    if missing:
+        print(f"{path} inherits from what is not there, and is judged without: {', '.join(missing)}", file=sys.stderr)
 
 
 def _settings_of_entry(place: str, entry: Any, words: Sequence[str]) -> dict[str, SimpleNamespace]:
@@ -141,8 +164,9 @@ def _settings_of_line(words: Sequence[str]) -> dict[str, SimpleNamespace]:
     named = settings_of_command_line(flags)
     jobs = {"": named}
     try:
-        if assigned:
-            found = _settings_of_document(nested(assigned))
+        document = merged(_document_of_flags(named), nested(assigned))
+        if document:
+            found = _settings_of_document(document)
             jobs = {role: SimpleNamespace(**{**vars(named), **vars(each)}) for role, each in found.items()}
         for settings in jobs.values():
             check_numbers(settings)

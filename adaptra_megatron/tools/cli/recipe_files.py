@@ -65,17 +65,19 @@ def merged(below: Any, above: Any) -> Any:
 def jobs_of(document: Any) -> dict[str, Any]:
     """Return the documents of all jobs in one, by role; under "" if it holds a single job.
 
-    References are resolved as far as possible. Inference engines are left out.
+    References are resolved as far as possible. Inference engines are left out, and the teacher within a job of one
+    other role (Megatron-Bridge's distillation).
     """
     document = _without(_resolved(document, (), document), set(_places(document, lambda at: at[-1] in _ELSEWHERE)))
     sized = set(_places(document, lambda at: at[-1].endswith("_parallel_size")))
     roles = list(dict.fromkeys(role for at in sorted(sized) if (role := _role(at))))
     if len(roles) < 2:
-        return {"": document}
+        within = any(_role(at) is None for at in sized)
+        return {"": _without(document, {role for role in roles if within and _is_of_forwards(role)})}
     jobs = {}
     for role in roles:
         job = _without(document, set(roles) - {role})
-        forwards = {"forward_only": True} if any(map(_FORWARDS_ALONE.fullmatch, role)) else {}
+        forwards = {"forward_only": True} if _is_of_forwards(role) else {}
         jobs[".".join(role)] = {**job, **forwards}
     return jobs
 
@@ -196,6 +198,10 @@ def _role(at: _Place) -> _Place | None:
         if _ROLE.fullmatch(name):
             return at[: depth + 1] if depth < len(at) - 1 and at[depth].isdigit() else at[:depth]
     return None
+
+
+def _is_of_forwards(role: _Place) -> bool:
+    return any(map(_FORWARDS_ALONE.fullmatch, role))
 
 
 def _without(node: Any, places: set[_Place], at: _Place = ()) -> Any:

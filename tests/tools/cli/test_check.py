@@ -324,6 +324,23 @@ def test_words_that_set_one_setting_each(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["check", "--settings", "x.json", "--", "run.py"]) == 2
 
 
+def test_a_command_line_that_names_a_file_or_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"defaults": "base.yaml", "policy": {"megatron_cfg": PP}}))
+    word = "policy.megatron_cfg.cuda_graph_impl=local"
+    for words, verdict in ((["--config", str(path)], "starts"), ([f"--config={path}", word], "refused")):
+        main(["check", "--json", "--", "run_grpo.py", *words])
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["verdict"] == verdict
+        assert "inherits from what is not there, and is judged without: base.yaml" in captured.err
+    main(
+        ["check", "--json", "--", "run_recipe.py", "--recipe", "x_peft_config", "model.pipeline_model_parallel_size=4"]
+    )
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["split"] == "none"
+    assert "--recipe x_peft_config is not read" in captured.err
+
+
 def test_variables_of_the_environment_count_more_than_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     document = {**PP, "cuda_graph_impl": "${GRAPHS_OF_A_RECIPE:none}"}
     assert settings_of_objects(document).cuda_graph_impl is None

@@ -93,6 +93,11 @@ def test_roles() -> None:
     assert list(jobs_of({"policy": document["policy"]})) == [""]
 
 
+def test_a_teacher_within_a_job_is_no_part_of_it() -> None:
+    model = {"pipeline_model_parallel_size": 4, "teacher": {"pipeline_model_parallel_size": 2}}
+    assert jobs_of({"model": model}) == {"": {"model": {"pipeline_model_parallel_size": 4}}}
+
+
 def test_words() -> None:
     assert nested([("a.b", "1"), ("a.c.d", "2"), ("a.b", "3")]) == {"a": {"b": "3", "c": {"d": "2"}}}
     assert merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}) == {"a": {"b": 3, "c": 2}, "d": 4}
