@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.schedule import simulator
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs, job_costs_from_json
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
-from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, job_bound, simulate_job, simulate_job_online
+from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, job_bound, simulate_job
 from adaptra_megatron.schedule.simulator import Simulation
 from adaptra_megatron.tools.cli.planning.cost_inputs import (
     Change,
@@ -106,8 +105,7 @@ def plan(costs: JobCosts | Costs, *, deadline_s: float | None = None, **changes:
     Deterministic. Raises PlanError if nothing fits the caps, InputError or ValueError for invalid changes.
     """
     job = _changed(costs, changes)
-    found = plan_job(job, deadline_s=deadline_s)
-    return _answer("planned", found.schedule, found.simulation)
+    return _answer("planned", plan_job(job, deadline_s=deadline_s).simulation)
 
 
 def simulate(
@@ -126,7 +124,7 @@ def simulate(
         if schedule == "planned":
             return plan(job)
         if schedule == "online":
-            return _answer(name, None, simulate_job_online(job))
+            return _answer(name, simulate_job(None, job))
         if schedule == STOCK:
             stock = stock_of(job.base)
             if stock is None:
@@ -134,7 +132,7 @@ def simulate(
             schedule, blocking = stock
         else:
             schedule = fixed_schedule(schedule, job.base)
-    return _answer(name, schedule, simulate_job(schedule, job, blocking=blocking), blocking=blocking)
+    return _answer(name, simulate_job(schedule, job, blocking=blocking))
 
 
 def sweep(
@@ -218,12 +216,8 @@ def _changed(costs: JobCosts | Costs, changes: dict[str, Any]) -> JobCosts:
     return asked.applied_to(job)
 
 
-def _answer(name: str, schedule: Schedule | None, found: JobSimulation, *, blocking: bool = False) -> Answer:
-    costs = found.job.groups[found.slowest].costs
-    if schedule is None:
-        simulation = simulator.simulate_online(costs)
-    else:
-        simulation = simulator.simulate(schedule, costs, blocking=blocking)
+def _answer(name: str, found: JobSimulation) -> Answer:
+    simulation = found.slowest_replica
     return Answer(
         name=name,
         job=found.job,
@@ -232,5 +226,5 @@ def _answer(name: str, schedule: Schedule | None, found: JobSimulation, *, block
         lower_bound=job_bound(found.job),
         peak_in_flight=found.peak_in_flight,
         simulation=simulation,
-        costs=costs,
+        costs=found.job.groups[found.slowest].costs,
     )

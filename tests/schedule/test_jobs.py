@@ -24,12 +24,9 @@ from adaptra_megatron.schedule.jobs.job_costs import (
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
 from adaptra_megatron.schedule.jobs.job_simulation import (
     find_cause,
-    fixed_order,
     iteration_s,
     job_bound,
-    online_order,
     simulate_job,
-    simulate_job_online,
 )
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.schedule_checks import check_schedule
@@ -171,6 +168,7 @@ def test_an_iteration_ends_when_the_last_stage_of_any_replica_is_synchronised(jo
     last = [max(stage) for stage in zip(*ends, strict=True)]
     assert found.makespan_s == max(end + sync for end, sync in zip(last, job.gradient_sync_s, strict=True))
     assert found.makespan_s == iteration_s([found.finish_s[found.slowest]], job.gradient_sync_s)
+    assert found.slowest_replica == simulate(order, job.groups[found.slowest].costs)
 
 
 @settings(max_examples=40, deadline=None)
@@ -178,10 +176,11 @@ def test_an_iteration_ends_when_the_last_stage_of_any_replica_is_synchronised(jo
 def test_online_dispatch_of_a_job_is_that_of_each_replica(job: JobCosts) -> None:
     if any(cap is not None and cap < job.base.chunks for cap in job.base.max_in_flight):
         with pytest.raises(CostError, match="max_in_flight"):
-            simulate_job_online(job)
+            simulate_job(None, job)
         return
-    found = simulate_job_online(job)
+    found = simulate_job(None, job)
     alone = [simulate_online(group.costs) for group in job.groups]
+    assert found.slowest_replica == alone[found.slowest]
     assert found.pipelines_s == tuple(simulation.makespan_s for simulation in alone)
     assert found.peak_in_flight == tuple(map(max, zip(*(a.peak_in_flight for a in alone), strict=True)))
     assert found.makespan_s >= job_bound(job).seconds * (1 - 1e-9)
@@ -236,14 +235,11 @@ def test_the_cause_of_the_slowest_replica_is_named(
     overrides: list[Override], slowest: tuple[int, ...], what: str, schedule: Any
 ) -> None:
     job = job_costs(BASE, replicas=4, overrides=overrides)
-    if schedule is None:
-        if (overrides, slowest) == ([SLOW_LINK, SLOW_STAGE], (1, 3)):
-            slowest, what = (2,), "stage 3"  # online dispatch hides the link
-        found, run = simulate_job_online(job), online_order
-    else:
-        found, run = simulate_job(schedule, job), fixed_order(schedule, BASE)
+    if schedule is None and (overrides, slowest) == ([SLOW_LINK, SLOW_STAGE], (1, 3)):
+        slowest, what = (2,), "stage 3"  # online dispatch hides the link
+    found = simulate_job(schedule, job)
     assert job.groups[found.slowest].replicas == slowest
-    cause = find_cause(found, run)
+    cause = find_cause(found)
     assert cause is not None
     assert cause.what == what
     assert 0.0 < cause.gain_s < found.makespan_s
@@ -254,11 +250,11 @@ def test_a_slow_link_of_all_replicas_is_a_cause_too() -> None:
         4, 12, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02, links={(1, 2): LinkCost(0.2)}
     )
     job = job_costs(costs, replicas=2)
-    cause = find_cause(simulate_job(zb_h1(4, 12), job), fixed_order(zb_h1(4, 12), costs))
+    cause = find_cause(simulate_job(zb_h1(4, 12), job))
     assert cause is not None
     assert cause.what == "link 1-2"
     even = job_costs(BASE, replicas=2).changed(Override(links={(0, 1): LinkChange(0.0, 0.0)}))
-    assert find_cause(simulate_job(zb_h1(4, 12), even), fixed_order(zb_h1(4, 12), BASE)) is None
+    assert find_cause(simulate_job(zb_h1(4, 12), even)) is None
 
 
 def test_progress_counts_distinct_replicas() -> None:
@@ -271,8 +267,10 @@ def test_progress_counts_distinct_replicas() -> None:
 def test_blocking_replicas_take_what_each_takes_alone() -> None:
     job = job_costs(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE])
     order = one_f_one_b(4, 12)
-    alone = tuple(simulate(order, group.costs, blocking=True).makespan_s for group in job.groups)
-    assert simulate_job(order, job, blocking=True).pipelines_s == alone
+    alone = [simulate(order, group.costs, blocking=True) for group in job.groups]
+    found = simulate_job(order, job, blocking=True)
+    assert found.pipelines_s == tuple(simulation.makespan_s for simulation in alone)
+    assert found.slowest_replica == alone[found.slowest]
 
 
 def test_a_schedule_that_does_not_fit_is_refused() -> None:

@@ -19,9 +19,9 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     JobSimulation,
     Progress,
     first_behind,
-    fixed_order,
     hardest_first,
     job_bound,
+    runner,
     simulate_job,
 )
 from adaptra_megatron.schedule.planner import ENOUGH, default_deadline_s, nearby_costs, plan
@@ -95,7 +95,7 @@ def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
     job, slow_s = best.simulation.job, best.simulation.pipelines_s
     order = sorted(range(len(slow_s)), key=lambda index: -slow_s[index])
     limit_s = best.simulation.makespan_s * (1.0 - _NO_GAP)
-    return first_behind(fixed_order(schedule, job.base), job, [job.groups[index] for index in order], limit_s)
+    return first_behind(runner(schedule, job.base), job, [job.groups[index] for index in order], limit_s)
 
 
 def _plan_for_equals(job: JobCosts, deadline_s: float | None, split: bool, progress: Progress | None) -> JobPlan:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from adaptra_megatron.schedule import _native
@@ -17,13 +18,13 @@ from adaptra_megatron.schedule.costs import Costs, PerChunk
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts, ReplicaGroup
 from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
-from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
+from adaptra_megatron.schedule.simulator import Simulation, require_room_for_chunks, simulate, simulate_online
 from adaptra_megatron.schedule.transfers.blocking import encoded_programs
 
 Progress = Callable[[str, int, int], None]
 """Callback(activity, parts done, parts in all), from the caller's thread."""
 
-Finish = tuple[float, ...]
+Finish = Sequence[float]
 """Per stage: end of its last action, in seconds."""
 
 _BOUNDED = 8
@@ -38,9 +39,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class JobSimulation:
-    """One iteration of a job."""
+    """One iteration of a job, whose replicas run one order or dispatch online. A pipeline is a job of one replica."""
 
     job: JobCosts
+    schedule: Schedule | None
+    """The order; None: online dispatch, which has none until it runs."""
     makespan_s: float
     """End of the last gradient synchronisation."""
     finish_s: tuple[Finish, ...]
@@ -49,11 +52,21 @@ class JobSimulation:
     """Most activations each stage holds at once, in any replica."""
     slowest: int
     """Index of the group that ends last."""
+    blocking: bool = False
+    """Whether sends and receives were those of stock, which block."""
 
     @property
     def pipelines_s(self) -> tuple[float, ...]:
         """Makespan of each group's pipeline, without gradient synchronisation."""
         return tuple(max(finish) for finish in self.finish_s)
+
+    @cached_property
+    def slowest_replica(self) -> Simulation:
+        """When each action of the slowest replica starts and ends."""
+        costs = self.job.groups[self.slowest].costs
+        if self.schedule is None:
+            return simulate_online(costs)
+        return simulate(self.schedule, costs, blocking=self.blocking)
 
 
 @dataclass(frozen=True)
@@ -67,43 +80,45 @@ class SlowdownCause:
 
 
 def simulate_job(
-    schedule: Schedule, job: JobCosts, *, blocking: bool = False, progress: Progress | None = None
+    schedule: Schedule | None, job: JobCosts, *, blocking: bool = False, progress: Progress | None = None
 ) -> JobSimulation:
-    """Simulate `schedule` in every replica; equal replicas once, several in parallel.
+    """Simulate `schedule` (None: online dispatch) in every replica; equal replicas once, several in parallel.
 
-    Raises SimulationError or ScheduleError as `simulate`.
+    Raises as `simulate` and `simulate_online`.
     """
-    simulate_one = fixed_order(schedule, job.base, blocking=blocking)
-    finish_s = for_groups(simulate_one, job.groups, "simulating replicas", progress)
-    return _job_simulation(job, finish_s, peak_in_flight(schedule, job.base.released_at_backward_input))
-
-
-def simulate_job_online(job: JobCosts, *, progress: Progress | None = None) -> JobSimulation:
-    """Simulate online dispatch in every replica. Raises CostError as `simulate_online`."""
-    require_room_for_chunks(job.base)
-    found = for_groups(
-        lambda costs: _native.dispatch_finish(problem_from_costs(costs)), job.groups, "dispatching replicas", progress
+    run = runner(schedule, job.base, blocking=blocking)
+    doing = "dispatching replicas" if schedule is None else "simulating replicas"
+    found = list(for_groups(run, job.groups, doing, progress))
+    ends = [iteration_s([finish_s], job.gradient_sync_s) for finish_s, _ in found]
+    return JobSimulation(
+        job=job,
+        schedule=schedule,
+        makespan_s=max(ends),
+        finish_s=tuple(finish_s for finish_s, _ in found),
+        peak_in_flight=tuple(map(max, zip(*(peaks for _, peaks in found), strict=True))),
+        slowest=ends.index(max(ends)),
+        blocking=blocking,
     )
-    peaks = tuple(map(max, zip(*(peaks for _, peaks in found), strict=True)))
-    return _job_simulation(job, [tuple(finish) for finish, _ in found], peaks)
 
 
-def fixed_order(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Callable[[Costs], Finish]:
-    """Return a function that replays `schedule` for given costs of the same pipeline as `costs`.
+Runner = Callable[[Costs], tuple[Finish, Sequence[float]]]
+"""What runs one order, or dispatches online, under given costs: end and most activations held of each stage."""
 
-    Raises SimulationError if it does not fit or deadlocks (which no cost changes); ScheduleError as `simulate`.
+
+def runner(schedule: Schedule | None, costs: Costs, *, blocking: bool = False) -> Runner:
+    """Return what runs `schedule` (None: dispatches online) under any costs of the same pipeline as `costs`.
+
+    Raises as `simulate` and `simulate_online`.
     """
-    simulate(schedule, costs)
+    if schedule is None:
+        require_room_for_chunks(costs)
+        return lambda other: _native.dispatch_finish(problem_from_costs(other))
+    peaks = simulate(schedule, costs).peak_in_flight  # a deadlock, which no cost changes, is raised here
     if blocking:
         programs = encoded_programs(schedule)
-        return lambda other: tuple(_native.blocking_finish(problem_from_costs(other), programs))
+        return lambda other: (_native.blocking_finish(problem_from_costs(other), programs), peaks)
     orders = _native.EncodedOrders(encode_schedule(schedule))
-    return lambda other: tuple(_native.replay_finish(problem_from_costs(other), orders))
-
-
-def online_order(costs: Costs) -> Finish:
-    """Return a function that simulates online dispatch for given costs."""
-    return tuple(_native.dispatch_finish(problem_from_costs(costs))[0])
+    return lambda other: (_native.replay_finish(problem_from_costs(other), orders), peaks)
 
 
 def iteration_s(finish_s: Iterable[Finish], gradient_sync_s: Sequence[float]) -> float:
@@ -114,42 +129,38 @@ def iteration_s(finish_s: Iterable[Finish], gradient_sync_s: Sequence[float]) ->
 
 def for_groups(
     work: Callable[[Costs], Result], groups: Sequence[ReplicaGroup], doing: str = "", progress: Progress | None = None
-) -> list[Result]:
+) -> Iterator[Result]:
     """Call `work` with the costs of each group, on all cores: native code releases the GIL."""
-    results: list[Result] = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        for result in threads.map(lambda group: work(group.costs), groups):
-            results.append(result)
+        for done, result in enumerate(threads.map(lambda group: work(group.costs), groups), start=1):
             if progress is not None:
-                progress(doing, len(results), len(groups))
-    return results
+                progress(doing, done, len(groups))
+            yield result
 
 
-def first_behind(
-    run: Callable[[Costs], Finish], job: JobCosts, groups: Sequence[ReplicaGroup], limit_s: float
-) -> ReplicaGroup | None:
+def first_behind(run: Runner, job: JobCosts, groups: Sequence[ReplicaGroup], limit_s: float) -> ReplicaGroup | None:
     """Return the first of `groups` whose iteration ends after `limit_s`; None if none does. Stops early."""
     few = os.cpu_count() or 1
     for first in range(0, len(groups), few):
         some = groups[first : first + few]
-        for group, finish in zip(some, for_groups(run, some), strict=True):
-            if iteration_s([finish], job.gradient_sync_s) > limit_s:
+        for group, (finish_s, _) in zip(some, for_groups(run, some), strict=True):
+            if iteration_s([finish_s], job.gradient_sync_s) > limit_s:
                 return group
     return None
 
 
-def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> SlowdownCause | None:
+def find_cause(simulation: JobSimulation) -> SlowdownCause | None:
     """Return why the slowest replica is slow; None if no single link or stage makes a difference.
 
-    `run` simulates it under other costs (`fixed_order`, `online_order`). Links and stages that cost it more than usual
-    are reset one by one. Usual are the costs of a replica without overrides; for such a replica, free links and typical
-    stages.
+    Links and stages that cost it more than usual are reset one by one. Usual are the costs of a replica without
+    overrides; for such a replica, free links and typical stages.
     """
     base, costs = simulation.job.base, simulation.job.groups[simulation.slowest].costs
     before_s = max(simulation.finish_s[simulation.slowest])
     suspects = [*_suspects(costs, base)] or [*_suspects(costs, _even(base))]
     suspects = sorted(suspects, key=lambda suspect: -suspect[0])[:_SUSPECTS]
-    ends = [(max(run(without)), what) for _, what, without in suspects]
+    run = runner(simulation.schedule, base, blocking=simulation.blocking)
+    ends = [(max(run(without)[0]), what) for _, what, without in suspects]
     best_s, what = min(ends, default=(before_s, ""))
     return SlowdownCause(what, before_s - best_s) if best_s < before_s * (1.0 - _ROUNDING) else None
 
@@ -161,7 +172,7 @@ def job_bound(job: JobCosts, *, progress: Progress | None = None) -> LowerBound:
     """
     sync_s = job.gradient_sync_s
     hardest = hardest_first(job)
-    found = for_groups(lower_bound, hardest[:_BOUNDED], "bounding replicas", progress)
+    found = list(for_groups(lower_bound, hardest[:_BOUNDED], "bounding replicas", progress))
     best, group = max(zip(found, hardest, strict=False), key=lambda pair: pair[0].seconds)
     seconds, simple_s = best.seconds + min(sync_s), simple_bound_s(hardest[0].costs, sync_s)
     if simple_s > seconds:
@@ -194,17 +205,6 @@ def simple_bound_s(costs: Costs, gradient_sync_s: Sequence[float]) -> float:
         if following is not None:
             way_s += costs.link(stage, following.stage).transfer_s
     return worst_s
-
-
-def _job_simulation(job: JobCosts, finish_s: Sequence[Finish], peaks: tuple[float, ...]) -> JobSimulation:
-    ends = [iteration_s([finish], job.gradient_sync_s) for finish in finish_s]
-    return JobSimulation(
-        job=job,
-        makespan_s=max(ends),
-        finish_s=tuple(finish_s),
-        peak_in_flight=peaks,
-        slowest=ends.index(max(ends)),
-    )
 
 
 def _suspects(costs: Costs, usual: Costs) -> Iterable[tuple[float, str, Costs]]:

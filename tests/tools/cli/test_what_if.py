@@ -17,7 +17,7 @@ from adaptra_megatron.schedule.classic import one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import LinkCost, costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.jobs.job_costs import LinkChange, Override, job_costs
-from adaptra_megatron.schedule.jobs.job_simulation import simulate_job, simulate_job_online
+from adaptra_megatron.schedule.jobs.job_simulation import simulate_job
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
 from adaptra_megatron.tools.cli.main import main
@@ -107,7 +107,7 @@ def test_simulate_tells_of_all_replicas(write: Any, capsys: pytest.CaptureFixtur
 
 def test_simulate_dispatches_in_each_replica(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "simulate", write({**DOCUMENT, "replicas": REPLICAS}), "--schedule", "online")
-    assert found["makespan_s"] == simulate_job_online(JOB).makespan_s
+    assert found["makespan_s"] == simulate_job(None, JOB).makespan_s
     assert "schedule_csv" not in found
 
 
@@ -118,7 +118,7 @@ def test_plan_is_one_for_all_replicas(write: Any, tmp_path: Path, capsys: pytest
     again = answer(capsys, "simulate", costs, "--schedule", str(csv))
     for key in ("makespan_s", "lower_bound_s", "gap", "peak_in_flight", "replicas", "ranks"):
         assert again[key] == found[key]
-    assert found["online_makespan_s"] == simulate_job_online(JOB).makespan_s
+    assert found["online_makespan_s"] == simulate_job(None, JOB).makespan_s
     assert found["lower_bound_s"] <= found["makespan_s"]
     assert answer(capsys, "simulate", costs, "--schedule", "planned")["makespan_s"] == found["makespan_s"]
 

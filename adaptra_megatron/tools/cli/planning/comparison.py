@@ -10,14 +10,13 @@ from typing import Any
 
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.ir import Schedule, ScheduleError
+from adaptra_megatron.schedule.ir import ScheduleError
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
 from adaptra_megatron.schedule.jobs.job_simulation import (
     JobSimulation,
     Progress,
     find_cause,
-    fixed_order,
     job_bound,
     simulate_job,
 )
@@ -40,8 +39,6 @@ class ComparisonRow:
     """None if Megatron would refuse the order."""
     binds: str
     simulation: JobSimulation | None = None
-    schedule: Schedule | None = None
-    blocking: bool = False
 
     @property
     def peak(self) -> float | None:
@@ -112,7 +109,7 @@ def compare(
     asked: WhatIf,
     *,
     at: At = {},  # noqa: B006
-    planned: tuple[Schedule, JobSimulation] | None = None,
+    planned: JobSimulation | None = None,
     timed: ComparisonRow | None = None,
     deadline_s: float | None = None,
     progress: Progress | None = None,
@@ -124,20 +121,19 @@ def compare(
     job = asked.applied_to(given.job, at)
     healthy, healthy_is = healthy_form(given, asked, at)
 
-    def plan_for(one: JobCosts) -> tuple[Schedule, JobSimulation]:
-        found = plan_job(one, deadline_s=deadline_s, progress=progress)
-        return found.schedule, found.simulation
+    def plan_for(one: JobCosts) -> JobSimulation:
+        return plan_job(one, deadline_s=deadline_s, progress=progress).simulation
 
     best = planned or plan_for(job)
-    order, fine = best if healthy == job else plan_for(healthy)
+    fine = best if healthy == job else plan_for(healthy)
     bound = job_bound(job)
-    rows = [_row("healthy", order, fine, job_bound(healthy))]
+    rows = [row_of("healthy", fine, job_bound(healthy))]
     if (stock := stock_of(job.base)) is not None:
-        rows.append(_row(STOCK, stock[0], simulate_job(stock[0], job, blocking=stock[1]), bound, blocking=stock[1]))
+        rows.append(row_of(STOCK, simulate_job(stock[0], job, blocking=stock[1]), bound))
     else:
         rows.append(ComparisonRow(name=STOCK, makespan_s=None, binds="these counts"))
-    rows.append(timed or _now(given, asked, order, job, bound))
-    rows.append(_row("planned", *best, bound))
+    rows.append(timed or _now(given, fine, job, bound))
+    rows.append(row_of("planned", best, bound))
     rows.append(ComparisonRow(name="bound", makespan_s=bound.seconds, binds=in_words(bound)))
     return Comparison(rows=tuple(rows), job=job, healthy=healthy, healthy_is=healthy_is)
 
@@ -184,35 +180,24 @@ def _evened(costs: Costs) -> dict[tuple[int, int], LinkCost]:
     }
 
 
-def _now(given: PlanInput, asked: WhatIf, healthy: Schedule, job: JobCosts, bound: LowerBound) -> ComparisonRow:
+def _now(given: PlanInput, healthy: JobSimulation, job: JobCosts, bound: LowerBound) -> ComparisonRow:
     """Return the row of the recorded order if known, else of the one planned for the healthy job."""
     unchanged = job == given.job
     if unchanged and given.order is None and given.now_s is not None:
         return ComparisonRow(name="now", makespan_s=given.now_s, binds="the order that ran")
-    order = healthy if given.order is None else given.order
     try:
-        return _row("now", order, simulate_job(order, job), bound)
+        return row_of("now", simulate_job(given.order or healthy.schedule, job), bound)
     except ScheduleError as error:
         return ComparisonRow(name="now", makespan_s=None, binds=str(error))
 
 
-def _row(
-    name: str, schedule: Schedule, simulation: JobSimulation, bound: LowerBound, *, blocking: bool = False
-) -> ComparisonRow:
-    binds = in_words(bound)
-    if bound.gap_of(simulation.makespan_s) > _AT_THE_BOUND:
-        cause = find_cause(simulation, fixed_order(schedule, simulation.job.base, blocking=blocking))
+def row_of(name: str, simulation: JobSimulation, bound: LowerBound) -> ComparisonRow:
+    """Return the row of what was simulated."""
+    if simulation.schedule is None:
+        binds = "decided as messages come"
+    elif bound.gap_of(simulation.makespan_s) <= _AT_THE_BOUND:
+        binds = in_words(bound)
+    else:
+        cause = find_cause(simulation)
         binds = "the order of work" if cause is None else f"{cause.what}: {cause.gain_s:.3g} s"
-    return ComparisonRow(
-        name=name,
-        makespan_s=simulation.makespan_s,
-        binds=binds,
-        simulation=simulation,
-        schedule=schedule,
-        blocking=blocking,
-    )
-
-
-def timed_row(name: str, schedule: Schedule, simulation: JobSimulation, *, blocking: bool) -> ComparisonRow:
-    """Return the row of a named order."""
-    return _row(name, schedule, simulation, job_bound(simulation.job), blocking=blocking)
+    return ComparisonRow(name=name, makespan_s=simulation.makespan_s, binds=binds, simulation=simulation)

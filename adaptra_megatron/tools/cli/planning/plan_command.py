@@ -17,13 +17,7 @@ from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
-from adaptra_megatron.schedule.jobs.job_simulation import (
-    Progress,
-    find_cause,
-    fixed_order,
-    simulate_job,
-    simulate_job_online,
-)
+from adaptra_megatron.schedule.jobs.job_simulation import Progress, find_cause, simulate_job
 from adaptra_megatron.schedule.more_memory import Bought, more_memory
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
 from adaptra_megatron.tools.cli.planning.comparison import Comparison, compare, healthy_form
@@ -275,8 +269,7 @@ def _run(options: argparse.Namespace) -> None:
             else:
                 job = asked.applied_to(given.job)
                 outcome = _plan(job, deadline_s, progress)
-                assert outcome.schedule is not None
-                planned = outcome.schedule, outcome.simulation
+                planned = outcome.simulation
                 comparison = compare(given, asked, planned=planned, deadline_s=deadline_s, progress=progress)
                 answers: list[PresentedAnswer] = []
                 if options.win_back:
@@ -284,7 +277,7 @@ def _run(options: argparse.Namespace) -> None:
                 if options.exchange is not None:
                     answers.append(Exchange(comparison, options.exchange))
                 if options.csv is not None:
-                    _write(options.csv, outcome.schedule)
+                    _write(options.csv, planned.schedule)
         if options.lose is not None:
             print(json.dumps(loss.document(), allow_nan=False)) if options.json else loss.print_text()
         elif axes:
@@ -315,15 +308,14 @@ def _plan(job: JobCosts, deadline_s: float | None, progress: Progress | None) ->
         name="planned",
         simulation=found.simulation,
         lower_bound=found.lower_bound,
-        schedule=found.schedule,
         planning_s=time.perf_counter() - start,
     )
     if job.is_one_pipeline:
         return outcome
     return replace(
         outcome,
-        cause=find_cause(found.simulation, fixed_order(found.schedule, job.base)),
-        online_makespan_s=simulate_job_online(job, progress=progress).makespan_s,
+        cause=find_cause(found.simulation),
+        online_makespan_s=simulate_job(None, job, progress=progress).makespan_s,
     )
 
 

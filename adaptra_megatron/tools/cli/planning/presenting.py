@@ -14,10 +14,8 @@ from typing import Any, Protocol
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import ranges
 from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, SlowdownCause
-from adaptra_megatron.schedule.simulator import simulate, simulate_online
 from adaptra_megatron.telemetry.tracing.trace import TraceError
 from adaptra_megatron.tools.cli.planning.cells import add_cell_options, stage_picture
 from adaptra_megatron.tools.cli.planning.comparison import Comparison
@@ -76,10 +74,9 @@ def _drawn(comparison: Comparison) -> list[Drawn]:
     """Return the rows with a known order, each in its slowest replica."""
     found = []
     for row in comparison.rows:
-        if row.schedule is None or row.simulation is None or row.name == "healthy":
-            continue
-        costs = row.simulation.job.groups[row.simulation.slowest].costs
-        found.append(Drawn(row.name, simulate(row.schedule, costs, blocking=row.blocking), costs))
+        job = row.simulation
+        if job is not None and job.schedule is not None and row.name != "healthy":
+            found.append(Drawn(row.name, job.slowest_replica, job.job.groups[job.slowest].costs))
     return found
 
 
@@ -130,9 +127,6 @@ class PlanningOutcome:
     name: str
     simulation: JobSimulation
     lower_bound: LowerBound
-    schedule: Schedule | None
-    """None for online dispatch, which has no order until it runs."""
-    blocking: bool = False
     cause: SlowdownCause | None = None
     """Why the slowest replica is slow."""
     planning_s: float | None = None
@@ -154,8 +148,8 @@ class PlanningOutcome:
                 document["online_makespan_s"] = self.online_makespan_s
         if not one:
             document |= _replicas_document(self)
-        if self.schedule is not None:
-            document["schedule_csv"] = schedule_to_csv(self.schedule)
+        if self.simulation.schedule is not None:
+            document["schedule_csv"] = schedule_to_csv(self.simulation.schedule)
         return document
 
     def print_text(self, comparison: Comparison, *, per_stage: bool) -> None:
@@ -178,14 +172,14 @@ class PlanningOutcome:
             print(f"  online       {self.online_makespan_s:.6g} s if each replica dispatches for itself")
         comparison.print_text()
         if per_stage:
-            _print_stages(self)
+            _print_stages(self.simulation)
         if not one:
             _print_replicas(self.simulation)
         print_cap_warnings(costs, self.simulation.peak_in_flight)
 
 
-def _print_stages(outcome: PlanningOutcome) -> None:
-    simulation, costs = outcome.simulation, outcome.simulation.job.groups[0].costs
+def _print_stages(simulation: JobSimulation) -> None:
+    costs = simulation.job.base
     headings = ["stage", "in flight", "cap"]
     columns = [
         [str(stage) for stage in range(costs.stages)],
@@ -193,13 +187,8 @@ def _print_stages(outcome: PlanningOutcome) -> None:
         ["none" if cap is None else f"{cap:g}" for cap in costs.max_in_flight],
     ]
     if simulation.job.is_one_pipeline:
-        alone = (
-            simulate_online(costs)
-            if outcome.schedule is None
-            else simulate(outcome.schedule, costs, blocking=outcome.blocking)
-        )
         headings.append("idle")
-        columns.append([f"{idle:.1%}" for idle in alone.bubble_fraction])
+        columns.append([f"{idle:.1%}" for idle in simulation.slowest_replica.bubble_fraction])
     print_table(headings, list(zip(*columns, strict=True)))
 
 

@@ -5,26 +5,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import overlaps
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
-from adaptra_megatron.schedule.jobs.job_simulation import (
-    Finish,
-    Progress,
-    find_cause,
-    fixed_order,
-    job_bound,
-    online_order,
-    simulate_job,
-    simulate_job_online,
-)
+from adaptra_megatron.schedule.jobs.job_simulation import Progress, find_cause, job_bound, simulate_job
 from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
-from adaptra_megatron.tools.cli.planning.comparison import ComparisonRow, compare, timed_row
+from adaptra_megatron.tools.cli.planning.comparison import compare, row_of
 from adaptra_megatron.tools.cli.planning.cost_inputs import Axis, read_given, what_if
 from adaptra_megatron.tools.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_text
 from adaptra_megatron.tools.cli.planning.presenting import (
@@ -76,7 +67,8 @@ def _run(options: argparse.Namespace) -> None:
             else:
                 job = asked.applied_to(given.job)
                 outcome = _simulate(job, options.schedule, options.blocking, progress)
-                comparison = compare(given, asked, timed=_row(outcome), progress=progress)
+                row = row_of(outcome.name, outcome.simulation, outcome.lower_bound)
+                comparison = compare(given, asked, timed=row, progress=progress)
         if axes:
             table.show(as_json=options.json)
         elif routed:
@@ -110,32 +102,15 @@ def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) ->
         raise InputError("--html, --trace and --timeline are for one schedule: give a value instead of the range")
 
 
-def _row(outcome: PlanningOutcome) -> ComparisonRow:
-    """Return the row of the requested schedule in the comparison."""
-    if outcome.schedule is None:
-        return ComparisonRow(
-            name=outcome.name,
-            makespan_s=outcome.simulation.makespan_s,
-            binds="decided as messages come",
-            simulation=outcome.simulation,
-        )
-    return timed_row(outcome.name, outcome.schedule, outcome.simulation, blocking=outcome.blocking)
-
-
 def _simulate(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> PlanningOutcome:
-    run: Callable[[Costs], Finish] = online_order
-    if name == "online":
-        schedule, simulation = None, simulate_job_online(job, progress=progress)
+    if name == "planned":
+        schedule: Schedule | None = plan_job(job, progress=progress).schedule
     else:
-        planned = name == "planned"
-        schedule = plan_job(job, progress=progress).schedule if planned else fixed_schedule(name, job.base)
-        simulation = simulate_job(schedule, job, blocking=blocking, progress=progress)
-        run = fixed_order(schedule, job.base, blocking=blocking)
+        schedule = None if name == "online" else fixed_schedule(name, job.base)
+    simulation = simulate_job(schedule, job, blocking=blocking, progress=progress)
     return PlanningOutcome(
         name=name,
         simulation=simulation,
         lower_bound=job_bound(job, progress=progress),
-        cause=None if job.is_one_pipeline else find_cause(simulation, run),
-        schedule=schedule,
-        blocking=blocking,
+        cause=None if job.is_one_pipeline else find_cause(simulation),
     )

@@ -15,13 +15,7 @@ from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Schedule, ScheduleError
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
-from adaptra_megatron.schedule.jobs.job_simulation import (
-    JobSimulation,
-    Progress,
-    job_bound,
-    simulate_job,
-    simulate_job_online,
-)
+from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, Progress, job_bound, simulate_job
 from adaptra_megatron.schedule.simulator import check_fits
 from adaptra_megatron.tools.cli.planning.cost_inputs import Axis, WhatIf
 from adaptra_megatron.tools.cli.planning.inputs import fixed_schedule
@@ -182,7 +176,7 @@ def _timed(name: str, costs: Costs, deadline_s: float | None, *, optional: bool)
     if name == "planned":
         return lambda job: plan_job(job, deadline_s=deadline_s).simulation
     if name == "online":
-        return simulate_job_online
+        return lambda job: simulate_job(None, job)
     if name == STOCK:
         stock = stock_of(costs)
         if stock is None:
