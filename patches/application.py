@@ -73,6 +73,8 @@ class AppliedPatches:
         replacement = patch.replace(original, self.runtime)
         setattr(replacement, _MARK, self)
         after = staticmethod(replacement) if isinstance(before, staticmethod) else replacement
+        # `from schedules import f` has bound the original in another module: replacing the owner's attribute does not
+        # reach it.
         for holder in (owner, *_importers(owner, attribute, before)):
             setattr(holder, attribute, after)
             self._replaced.append((patch, holder, attribute, before, after))
@@ -85,6 +87,7 @@ class AppliedPatches:
         overlaid = []
         while self._replaced:
             patch, owner, attribute, before, after = self._replaced.pop()
+            # Another package may wrap our replacement. To restore the original would silently remove its wrapper.
             if vars(owner)[attribute] is after:
                 setattr(owner, attribute, before)
             else:
@@ -150,6 +153,7 @@ def enable(
             if patch.has_target:
                 applied.replace(patch)
     except Exception:
+        # All or none: with half of the patches, schedules and optimizer would follow different rules.
         applied.undo()
         raise
     if is_first_rank():
@@ -181,6 +185,7 @@ def check_versions(patches: Sequence[Patch]) -> None:
 
 def in_force() -> AppliedPatches | None:
     """Return the active patches of this process, or None. Imports Megatron."""
+    # The replacement itself carries the mark, as this package keeps no global state.
     for patch in PATCHES:
         owner, attribute = patch.owner()
         applied = getattr(getattr(owner, attribute), _MARK, None)

@@ -17,6 +17,7 @@ def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable
     from adaptra_megatron.engine.fault_tolerance import FaultTolerance
     from adaptra_megatron.megatron.state.shard_copies import with_copies
 
+    # A subclass, since Megatron tests its optimizers by isinstance.
     replacement: Callable[..., Any] = with_copies(stock, runtime.feature(FaultTolerance).sharded_optimizers)
     return replacement
 

@@ -19,6 +19,7 @@ def _with_counts(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable
     @functools.wraps(stock)
     def reset(buffer: Any) -> None:
         stock(buffer)
+        # A count must be zeroed with its gradients: on its own it would still hold the last iteration's micro-batches.
         for counts in counts_of([buffer]):
             counts.zero_()
 

@@ -48,6 +48,7 @@ def _keep(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
 
     @functools.wraps(stock)
     def zero_grad_buffer(self: Any) -> None:
+        # The training loop zeroes gradients before each iteration, also before one that this replica misses.
         if not updates.keeps_gradients:
             stock(self)
 

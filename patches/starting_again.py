@@ -40,9 +40,11 @@ def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
         from adaptra_megatron.engine.rejoining import Training, settings_of
 
+        # Before stock runs, which may change arguments.
         settings = settings_of(get_args())
         made = stock(*given, **keywords)
         model, optimizer, scheduler = made
+        # Evaluation jobs have no optimizer; they cannot be rejoined.
         training = None if optimizer is None else Training(model, optimizer, scheduler, _progress, settings)
         runtime.feature(FaultTolerance).training = training
         return made

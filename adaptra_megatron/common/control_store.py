@@ -39,6 +39,7 @@ def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
     store = TCPStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
     )
+    # After the store's own look-up of `host`, which may need the name server.
     ask_no_name_server()
     return store
 
@@ -93,6 +94,7 @@ class DeadlineStore:
             except Exception as cause:
                 answers.put((None, cause))
 
+        # A request behind a silent one would wait, too: TCPStore's client handles one at a time.
         if not self._silent:
             self._requests.put(answer)
         try:
@@ -200,6 +202,8 @@ class ControlStore:
                 yield self._sealed(place, punctual)
         else:
             yield store
+        # Only reached without an error: a client with an unanswered request would give its late answer to the next
+        # borrower.
         self._spare.append(client)
 
     def reach(self, timeout_s: float) -> None:
@@ -237,6 +241,7 @@ def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> byt
     if path := environment.get(SECRET_VARIABLE):
         return _secret_of(path)
     mine = secrets.token_hex(SECRET_NBYTES)
+    # Whoever comes first sets it; all others get the same value back.
     found = store.compare_set(_SECRET_KEY, "", mine)
     if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SECRET_NBYTES), found) is None:
         raise SecretError(
@@ -252,6 +257,7 @@ def _secret_of(path: str) -> bytes:
             status, content = os.fstat(file.fileno()), file.read(_LONGEST_SECRET).strip()
     except OSError as cause:
         raise SecretError(f"{SECRET_VARIABLE}: {cause}; it must name a file that this rank can read") from cause
+    # fstat of the open file: a check by path could see another file than the one that was read.
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
         raise SecretError(
             f"{SECRET_VARIABLE}: {path} has mode {stat.filemode(status.st_mode)} and is user {status.st_uid}'s: only "

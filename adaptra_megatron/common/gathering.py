@@ -89,6 +89,7 @@ def gather(mine: Entry, group: dist.ProcessGroup | None = None) -> list[Entry]:
     of_each = torch.cat(sizes).tolist()
     if not 0 < min(of_each) <= max(of_each) <= _MOST_NBYTES:
         raise RuntimeError(f"entries have {of_each} bytes, of {_MOST_NBYTES} at most: install one release on all")
+    # all_gather needs equal sizes.
     padded = torch.frombuffer(bytearray(packet.ljust(max(of_each))), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(padded) for _ in ranks]
     dist.all_gather(gathered, padded, group=group)

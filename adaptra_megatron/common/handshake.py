@@ -57,6 +57,7 @@ async def receive_descriptor(connection: socket.socket) -> int:
     await wait_readable(connection)
     data, descriptors, _flags, _address = socket.recv_fds(connection, 1, 4, _RECEIVE_FLAGS)
     if not data or len(descriptors) != 1:
+        # Close surplus descriptors: a peer could otherwise use up this process's.
         for descriptor in descriptors:
             os.close(descriptor)
         raise ConnectionEndedError(f"{len(descriptors)} file descriptors came instead of 1")
@@ -77,6 +78,7 @@ async def wait_readable(connection: socket.socket) -> None:
         if not readable.done():
             readable.set_result(None)
 
+    # asyncio has no recv_fds, and a plain read would discard the descriptor.
     loop.add_reader(connection, wake)
     try:
         await readable
@@ -93,6 +95,7 @@ def tune_connection(connection: socket.socket) -> None:
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # 5 s idle, then 5 probes every 2 s: 15 s.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
@@ -179,11 +182,14 @@ async def connect(connection: socket.socket, secret: bytes, purpose: Purpose, ti
 
 async def _accept(connection: socket.socket, secret: bytes) -> Purpose:
     loop = asyncio.get_running_loop()
+    # A fresh nonce for each connection: a recorded answer authenticates nobody.
     challenge = _CHALLENGE.pack(_MAGIC, VERSION, secrets.token_bytes(NONCE_NBYTES))
     await loop.sock_sendall(connection, challenge)
     answer = await receive_exactly(connection, ANSWER_NBYTES)
     said, proof = answer[:-_PROOF_NBYTES], answer[-_PROOF_NBYTES:]
     purpose = Purpose(*_PURPOSE.unpack(said[: _PURPOSE.size]))
+    # compare_digest takes the same time wherever the proofs differ. The purpose is unpacked, but not used, before this
+    # check.
     if not hmac.compare_digest(proof, _proof(secret, b"connecting", challenge + said)):
         raise HandshakeError(_why_wrong(purpose), "the proof of knowing the job's secret is wrong")
     await loop.sock_sendall(connection, _proof(secret, b"accepting", challenge + answer))
@@ -287,13 +293,15 @@ class Acceptor:
             task = asyncio.ensure_future(self._greet(connection))
             self._unproven[task] = source
             task.add_done_callback(self._forget)
-            # Accepting what waits already does not yield: a burst would come before all cancellations and handshakes.
+            # sock_accept does not yield while connections wait: without this, a burst would be accepted before any
+            # handshake proceeds.
             await asyncio.sleep(0)
 
     def _make_room(self, newcomer: str) -> None:
         by_source: dict[str, list[asyncio.Task[None]]] = defaultdict(list, {newcomer: []})
         for task, source in self._unproven.items():
             by_source[source].append(task)
+        # The newcomer's own source counts one more: a flood drops its own connections, not those of other hosts.
         crowd = max(by_source, key=lambda source: len(by_source[source]) + (source == newcomer))
         dropped = random.choice(by_source[crowd])
         del self._unproven[dropped]
@@ -339,4 +347,5 @@ def _source(connection: socket.socket, address: Any) -> str:
         _process, user, _group = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         return f"user {user}"
     host = str(address[0])
+    # One host may have a whole IPv6 /64: per address, a flood would count as many sources.
     return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host

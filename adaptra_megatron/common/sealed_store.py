@@ -39,6 +39,8 @@ class Seal:
         return value
 
     def _proof(self, key: str, value: bytes) -> bytes:
+        # Key and place are part of the seal, so a sealed value cannot be moved to another key. Their lengths are
+        # unambiguous: the place has its length, the key ends with a NUL.
         return hmac.digest(self._secret, f"{len(self.place)}:{self.place}/{key}\0".encode() + value, "sha256")
 
 

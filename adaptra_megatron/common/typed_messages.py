@@ -31,6 +31,7 @@ class TaggedMessage(msgspec.Struct, frozen=True, tag_field="is", forbid_unknown_
     """Message of one of several kinds, named by its tag: `class Ping(TaggedMessage, tag="ping", frozen=True)`."""
 
     def __repr__(self) -> str:
+        # Messages are logged, and StartDelegate carries the job's secret.
         shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "secret")
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -77,9 +78,11 @@ def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _decoded(decoder: Any, packet: bytes | msgspec.Raw, max_nbytes: int) -> Any:
+    # Before decoding: a decoder would allocate in proportion to the packet.
     if len(packet) > max_nbytes:
         raise ValueError(f"a message of {len(packet)} bytes exceeds the limit of {max_nbytes}")
     try:
         return decoder.decode(packet)
+    # msgspec raises RecursionError for deeply nested values, which any peer could send.
     except (ValueError, RecursionError) as cause:
         raise ValueError(f"a message has an invalid field: {cause}") from cause

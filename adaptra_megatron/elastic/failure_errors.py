@@ -68,6 +68,8 @@ class _Marking:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # The innermost mark counts: a script's function may call a collective, whose error passes through both
+        # contexts.
         if isinstance(error, Exception) and not (self._origin is _Origin.SCRIPT and _is_of_ours(error)):
             vars(error).setdefault(_MARK, self._origin)  # which stays that of the innermost
 
@@ -97,6 +99,7 @@ def owned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_communication(error: BaseException) -> bool:
     """Return whether another rank's failure may have caused `error`; any other error is this rank's own."""
+    # These end the job by themselves. To wait for a change of live ranks would only delay their message.
     if isinstance(error, (UnrecoverableError, OtherRankError, SilentStoreError)) or is_of_script(error):
         return False
     return _is_of_ours(error) or isinstance(error, dist.DistError)

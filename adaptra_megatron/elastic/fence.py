@@ -100,6 +100,8 @@ class KeptResults:
                 for chunk, begin in enumerate(range(0, len(whole), CHUNK_NBYTES)):
                     store.set(f"{place}/{chunk}", whole[begin : begin + CHUNK_NBYTES])
                 manifest = _Manifest(None if outputs is None else tuple(map(len, outputs)))
+                # The manifest after its chunks, and the group's count after all: a reader that sees either finds
+                # everything behind it.
                 store.set(place, packed(manifest))
             store.set(f"kept/{group}", str(len(self._kept[group])).encode())
 
@@ -167,6 +169,7 @@ class GlooSockets(NamedTuple):
 
     def shut_down(self) -> None:
         """Shut down all connections: all operations of the group fail, here and at its other members."""
+        # shutdown(2), not close(2): gloo's threads still use the descriptors, whose numbers could be reused.
         libc = ctypes.CDLL(None)
         for each in _sockets():
             if each.remote and (each.local == self.own or each.remote in self.peers):
@@ -200,6 +203,7 @@ def connected_group(store: Any, rank: int, size: int, timeout_s: float) -> tuple
 
 def _device() -> tuple[Any, str]:
     """Create a gloo device; return it and the address of its listener."""
+    # The device's listener is the one socket that is new afterwards, so no other thread may create a device meanwhile.
     with _MAKES_DEVICE:
         for _ in range(_TRIES):
             before = {each.inode for each in _sockets()}
@@ -246,7 +250,7 @@ def _address(ask: Callable[..., int], number: int) -> str:
     family = int.from_bytes(found.raw[:2], sys.byteorder)
     if family == socket.AF_INET:
         return found.raw[2:8].hex()
-    # Without flow and scope, which are each host's own (struct sockaddr_in6).
+    # Without flow label and scope id, which differ between hosts (struct sockaddr_in6).
     return (found.raw[2:4] + found.raw[8:24]).hex() if family == socket.AF_INET6 else ""
 
 
@@ -312,7 +316,8 @@ class Fence:
             self._prune()
         if torch.cuda.is_available():
             self._wait_for_device(begun_s + timeout_s)
-        # Destructors of gloo's groups join their threads, and no name here may be the last to hold one.
+        # Destructors of gloo's groups join their worker threads, which may hang for ever. So the last reference is
+        # dropped in a thread of its own.
         natives = [group.native for group in self._groups]
         for group in self._groups:
             group.native = None
@@ -334,6 +339,7 @@ class Fence:
         """
         done, device, begun_s = threading.Event(), torch.cuda.current_device(), time.monotonic()
 
+        # In a thread, as cudaDeviceSynchronize has no timeout and may hang with the device.
         def synchronize() -> None:
             torch.cuda.synchronize(device)
             done.set()
@@ -368,6 +374,7 @@ class FencedGroup:
     def __getattr__(self, name: str) -> Any:
         """Return torch's method of this name; if it launches an operation over NCCL, the wrapper records that."""
         method = getattr(self.native, name)
+        # gloo's operations write into memory of their own, so they need not be waited for.
         if self.is_gloo or not callable(method):
             return method
 

@@ -58,6 +58,7 @@ class ErrorNotice:
         """
         if self.serves:
             return
+        # Process ids mean the same only in one pid namespace of one host; elsewhere the full time passes.
         deadline_s, visible = time.monotonic() + _GOES_S, self.identity == process_identity()
         while time.monotonic() < deadline_s:
             if visible:
@@ -146,6 +147,7 @@ def publish_error(
         log_own(name, error)
     text = plain_text(f"{type(error).__name__}: {str(error)[:500]}")
     with suppress(RuntimeError):
+        # The first error is the cause; errors that follow from it must not replace it. Two at once are equally good.
         if store.peek(_ERROR) is None:
             store.set(_ERROR, packed(ErrorNotice(name, text, os.getpid(), process_identity(), serves)))
 

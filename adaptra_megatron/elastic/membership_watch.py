@@ -75,6 +75,7 @@ def answer_roll(
     Returns the ranks that have not responded within `timeout_s`, for the launcher. Returns None if all have, if fewer
     than half have, or once `check` returns True: the live ranks have changed. `admitted`: see `Generation`.
     """
+    # Requesting and responding are one step, since several ranks may reach the timeout at once.
     store.set("called", b"called")
     store.set(f"here/{layout.rank}", b"here")
     begun_s, answers = time.monotonic(), store.add("answers", 1)
@@ -88,6 +89,8 @@ def answer_roll(
     else:
         return None
     missing = tuple(rank for rank in sorted(live) if store.peek(f"here/{rank}") is None)
+    # If fewer than half respond, this rank is likely in the smaller part of a split network: it must not end the
+    # others.
     if not missing or 2 * len(missing) > len(live):
         return None
     names = ", ".join(map(layout.name, missing))

@@ -92,7 +92,8 @@ class CallbackWork:
 
     def wait(self, *timeout: timedelta) -> None:
         self._work.wait(*timeout)
-        if not self._acted:  # who waits again finds what has become of it since
+        # Once: a second wait must not overwrite outputs that have been changed since.
+        if not self._acted:
             self._acted = True
             self._act()
 
@@ -153,6 +154,8 @@ def ignores_failed_members() -> bool:
     """Return whether the caller of the collective is known to set its outputs before, so that unchanged ones do no
     harm.
     """
+    # torch.distributed's own frames lie between Megatron and this one, and so may our decorators: the first frame
+    # beyond them is the caller.
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         name = str(caller.f_globals.get("__name__", ""))
@@ -251,8 +254,8 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # None while torch makes the group: from 2.15 on it would attach its flight recorder, which asks for the name of
-        # a backend that the group has not.
+        # Empty while torch creates the group: from 2.15 on it would attach its flight recorder, which asks for the name
+        # of a backend that this group does not have.
         return [self._groups.device] if self in _world.pg_map else []
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -283,6 +286,8 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
             raise RuntimeError(
                 f"over {self.description}, whose members have failed, only sums, maxima and minima can be made"
             )
+        # Several replicas of one stage hold the same norm or flag: one of them adds it, the others add 0. Maxima and
+        # minima of equal values need no such care.
         if not self.speaks and operation == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.zero_()
@@ -294,6 +299,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
         behalves: list[Callable[[torch.Tensor], object]] = []
         if options.reduceOp == dist.ReduceOp.SUM:
+            # They are for one sum only. `launch` keeps them, as the sum may be repeated in the next generation.
             behalves, self.behalves = self.behalves, behalves
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
@@ -325,11 +331,13 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         On the CPU the waiting thread writes both in place together: an operation of an abandoned attempt, which nobody
         waits for, changes neither. On a GPU the counts follow `given` in the same queue.
         """
+        # Gradients and counts differ in type, and gloo reduces one type at a time.
         on_cpu, options = native.is_gloo, dist.AllreduceOptions()
         if not on_cpu:
             self._reduced([*given, *counts], operation)
             coalesced = dist.AllreduceCoalescedOptions()
             coalesced.reduceOp = operation
+            # Both are in NCCL's one queue: the handle of the last one covers both.
             return [native.allreduce_coalesced(list(each), coalesced) for each in (given, counts)][-1]
         options.reduceOp = operation
         sums = [torch.cat([each.reshape(-1) for each in tensors]) for tensors in (given, counts)]
@@ -346,6 +354,8 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce over the live members; only the root's tensors change."""
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
+        # An all-reduce: if the root fails, a live rank must have the result. Other ranks get their inputs back, as
+        # after torch's reduce.
         kept = [tensor.clone() for tensor in tensors]
         work = self.allreduce(tensors, options)
         if opts.rootRank != self.rank():
@@ -361,6 +371,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         options.rootTensor = opts.rootTensor
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
+            # At each launch, as the root's stand-in may differ in the next generation.
             options.rootRank = self._place(opts.rootRank)
             return native.broadcast(outputs, options)
 
@@ -408,7 +419,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     def _gathering(self, opts: Any) -> Callable[[Any, list[torch.Tensor], torch.Tensor], Any]:
         """Return a function that gathers one tensor of each member into as many outputs."""
         options = AllgatherOptions() if opts is None else opts
-        # The frames of the caller are those of now: the operation may be repeated later.
+        # Now, not in `launch`: the operation may be repeated later, when the caller's frames are gone.
         ignores = self.holders is not None or self._groups.ignores_failed or ignores_failed_members()
 
         def launch(native: Any, outputs: list[torch.Tensor], given: torch.Tensor) -> Any:
@@ -417,11 +428,14 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
             missing = [rank for rank in self.ranks if rank not in self.stand_ins]
             if missing and not ignores:
                 raise UnwrittenError(self.description, missing)
+            # torch's group has only the live members, in another order than the outputs: gather them apart, then
+            # distribute.
             found = [torch.empty_like(given) for _ in self.members]
             self._groups.wait_for(native.allgather([found], [given], options))
             for place, (rank, output) in enumerate(zip(self.ranks, outputs, strict=True)):
                 if (stand_in := self.stand_ins.get(rank)) is not None:
                     output.copy_(found[self.members.index(stand_in)].view_as(output))
+                # The shard of a failed owner: the holder of its copy has stepped it, and has it in its own output.
                 elif self.holders is not None:
                     self._groups.wait_for(native.broadcast([output], self._from_holder(place)))
             return CompletedWork()
@@ -499,14 +513,15 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
                 works = [native._reduce_scatter_base(output, given, opts)]
                 if self.holders is not None:
                     held = parts[self.holders.index(self.place)]
+                    # The copy's holder needs the same reduced gradients as the owner, to take the same step.
                     works.append(self._handing_on(native, output.view(-1), held))
                 works += [native.allreduce([each], options) for each in counts]
                 return works[-1]  # of one queue
             kept = self.holders is None and not self.has_shards
             if not self.whole and kept:
                 raise RuntimeError(f"reduce_scatter over {self.description} cannot be done after members have failed")
-            # As gloo does it itself, whose handle of this operation alone does not heed a timeout; and with all parts,
-            # the rank that stands in for a dead one has its part.
+            # An all-reduce, as gloo itself implements reduce_scatter, but gloo's handle of that ignores timeouts. Since
+            # every rank gets all parts, the stand-in of a failed rank also has that rank's part.
             whole: torch.Tensor = parts.clone() if kept else parts
             if counts:
                 summed = self._sum_counted(native, [whole], counts, opts.reduceOp)

@@ -154,7 +154,7 @@ class FaultTolerantGroups:
                 "do not survive failures of their members"
             )
         dist.Backend.register_backend(_NAME, self._create, extended_api=True, devices=["cpu", "cuda"])
-        # By a watchdog of its own, torch would end this process for another's death.
+        # torch's NCCL watchdog would otherwise end this process when another rank fails.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         for name in ("init_process_group", "new_group"):
             self._replace(name)
@@ -164,6 +164,7 @@ class FaultTolerantGroups:
 
         @functools.wraps(original)
         def made(*given: Any, **keywords: Any) -> Any:
+            # All of these choose or configure torch's own backend, which is created later, per generation.
             for theirs in ("backend", "pg_options", "device_id"):
                 keywords.pop(theirs, None)
             self._description = str(keywords.get("group_desc") or "group")
@@ -179,11 +180,14 @@ class FaultTolerantGroups:
         """
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         if not self._groups:
+            # The first group is that of all ranks, in which the rank in the group is the global rank.
             self.rank, self._timeout_s = options.group_rank, options.timeout.total_seconds()
             self._store = options.store
         made = [group.description.partition("#")[0] for group in self._groups if group.ranks == tuple(ranks)]
         group = FaultTolerantGroup(self, ranks, self.rank, f"{self._description}#{made.count(self._description)}")
         if self.place is not None:
+            # Megatron creates groups and runs collectives in set-up. A rejoining process does so alone: the others are
+            # training.
             group.members, group.stand_ins = (self.rank,), dict.fromkeys(group.ranks, self.rank)
         self._groups.append(group)
         return group
@@ -242,7 +246,7 @@ class FaultTolerantGroups:
         key = group, device.type
         if key not in self._natives:
             members = tuple(group.members)
-            # All that the thread goes by is of this generation: it may start, or go on, once the next has begun.
+            # Bind this generation's arguments now: the thread may still run when the next generation has begun.
             make = functools.partial(self._make_native, group.description, members, device.type, self._control)
             with of_backend():
                 native, sockets = interruptible(make, self.check, self._timeout_s, "a process group")
@@ -253,6 +257,7 @@ class FaultTolerantGroups:
         self, description: str, members: tuple[int, ...], device: str, control: ControlStore | None
     ) -> tuple[Any, GlooSockets | None]:
         """Create torch's group of `members`, which meet in `control`; for gloo, return its sockets too."""
+        # The name follows from the members, so they find each other without a message.
         place = hashlib.blake2b(f"{description}/{members}/{device}".encode(), digest_size=12)
         name, rank = f"live/{place.hexdigest()}", members.index(self.rank)
         if control is None:
@@ -295,6 +300,7 @@ class FaultTolerantGroups:
             if group.renumbered:
                 known[group] = {places[rank]: place for place, rank in enumerate(group.members)}
             else:
+                # Failed ranks keep distinct, impossible numbers: torch requires an entry for each member.
                 known[group] = {places.get(rank, -1 - rank): place for rank, place in ranks.items()}
         try:
             yield
@@ -335,6 +341,7 @@ class FaultTolerantGroups:
         device = outputs[0].device
         begin = functools.partial(self._begin, group, device, outputs, launch, in_place=renewed, own_memory=own_memory)
         if self._inside or self._layout is None:
+            # Before the launch: with a failed member the operation would only end by its timeout, or when aborted.
             self.check()
             return Pending(self, begin(in_place=True))
         if renewed:
@@ -344,7 +351,8 @@ class FaultTolerantGroups:
         name = self._key(group)
         while not self._known(name, outputs):
             if group is self._groups[0]:
-                # All ranks do this or none, and the training may have come to its end, without a further call.
+                # Collectives over all ranks come at the same point on each, so all or none gather here. The training
+                # may be at its end, without a further call that would gather.
                 self.gather_missed()
             if self._done(begin):
                 break
@@ -375,6 +383,8 @@ class FaultTolerantGroups:
         native = self.native(group, device)
         if own_memory if native.is_gloo else in_place:
             return launch(native, list(outputs))
+        # An abandoned operation may write at any time. It must write into memory that nobody reads: a waiting thread
+        # copies the result only if the operation has succeeded.
         fresh = [output.detach().clone() for output in outputs]
         return CallbackWork(launch(native, fresh), functools.partial(_put, outputs, fresh))
 
@@ -419,6 +429,7 @@ class FaultTolerantGroups:
         while True:
             try:
                 with of_backend():
+                    # In slices: neither gloo's nor NCCL's wait can be interrupted, and a failure elsewhere must end it.
                     work.wait(SLICE)
                 break
             except RuntimeError:
@@ -429,6 +440,8 @@ class FaultTolerantGroups:
             self.check()
             if time.monotonic() > deadline_s:
                 raise LateRankError(f"timed out: a collective has taken longer than {self._timeout_s:g} s")
+        # NCCL's wait returns when the current stream waits, not when the sum is there. Outside of calls the result must
+        # be complete, as it may have to be sent to a rank that lacks it.
         if not self._inside:
             self.synchronize()
 
@@ -438,6 +451,7 @@ class FaultTolerantGroups:
         """
         if not torch.cuda.is_available():
             return
+        # An event, not torch.cuda.synchronize(): that cannot be interrupted if a peer's kernel never ends.
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         deadline_s = time.monotonic() + self._timeout_s

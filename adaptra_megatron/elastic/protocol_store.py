@@ -111,6 +111,8 @@ class ProtocolStore:
         def look() -> tuple[Any, ...] | None:
             while len(found) < len(keys) and (value := store.peek(keys[len(found)])) is not None:
                 found.append(_read(keys[len(found)], value))
+            # Keys are looked up in order, and each only until it is there: a wait for many ranks costs one request per
+            # look.
             return tuple(found) if len(found) == len(keys) else None
 
         try:
@@ -195,6 +197,7 @@ class CommitDesk:
         groups, mine, members = self._seat
         over = self._over(call)
         self._attempts.append((call, attempt))
+        # The word before the bell: the last rank to ring reads the words of all.
         store.set(f"came/{self._rank}", packed(word))
         if store.add(f"bell/{attempt}/{mine}", 1) != len(members):
             return None
@@ -204,6 +207,7 @@ class CommitDesk:
             if store.add(f"bell/{attempt}", 1) != groups:
                 return None
             known = self._words([f"came/of-group/{each}" for each in range(groups)], attempt, check)
+        # One rank deletes, the last one; the keys would otherwise grow with iterations.
         for each in over:
             for key in (f"fate/{each}", f"bell/{each}", *(f"bell/{each}/{group}" for group in range(groups))):
                 store.delete_key(key)

@@ -153,6 +153,7 @@ class RecoveryManager:
         self._called: Generation | None = None
         """The last generation with a liveness check."""
         self._swallowed, self._owner = SwallowedErrors(), OwningProcess()
+        # From here on its thread calls `_changed`, which reads the attributes above.
         self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         groups.begin(layout, self._control_of(self.generation), self._go_on)
@@ -160,6 +161,7 @@ class RecoveryManager:
             self._known.update(joined.left)
             groups.leave()
             groups.enter(self.generation, self._control_of(self.generation))
+        # A membership that was there before the watch is no change to it.
         if (newest := self._watch.newest) is not None:
             self._changed(newest)
 
@@ -279,6 +281,7 @@ class RecoveryManager:
             self._report_late(late)
             return Interrupted()
         except TimeoutError as cause:
+            # Without a meeting there is no generation to continue in. Elsewhere a late rank is handled as a failed one.
             if self._rank.phase in (Phase.GATHERING, Phase.AWAITING_AGREEMENT):
                 raise self._no_meeting(cause) from cause
             self._cause = LateRankError(f"timed out: not all ranks came to the end of call {self._rank.call}: {cause}")
@@ -298,6 +301,7 @@ class RecoveryManager:
                 self._hand_over(request.next)
                 return Done()
             case Put(value=HandedIn() as state):
+                # The protocol is pure: it leaves a blank for the number of operations outside of calls.
                 request = replace(request, value=replace(state, operations=self._groups.operations()))
         assert isinstance(request, (Put, PutOnce, Await, AwaitAll))
         return self._steps.carry_out(request, self._check_wait)
@@ -317,6 +321,7 @@ class RecoveryManager:
         try:
             late_s = interruptible(handed, self._check_wait, self._timeout_s, "the state of rejoining ranks")
         finally:
+            # The thread cannot be interrupted: its next check ends it, before it writes to a later generation's store.
             abandoned.set()  # the thread is left to itself
         self._patience = Patience(late_s)
 
@@ -328,14 +333,16 @@ class RecoveryManager:
                 self._groups.synchronize()
             return Done()
         except Exception as cause:
-            # Once the generation has ended, what was aborted may have left garbage, and that may raise anything.
+            # Once the generation has ended, aborted operations may have left undefined outputs, and code that reads
+            # them may raise anything. Such an error is no error of this rank.
             ended = self._groups.ended.is_set()
             if isinstance(cause, UnsoundAttemptError) and not ended:
                 return self._repeat(cause)
             if not is_communication(cause) and not ended:
                 self.end_with(cause)
                 raise
-            # What is left behind holds handles of groups, whose connections are to close for peers to wake.
+            # The traceback's frames hold handles of groups. Their connections must close, or peers that wait for this
+            # rank do not wake.
             traceback.clear_frames(cause.__traceback__)
             self._cause = cause
             return Interrupted()
@@ -421,6 +428,7 @@ class RecoveryManager:
         self._known.update(lost)
         self._lost |= {self._layout.name(each.rank): each.why for each in lost}
         names = ", ".join(f"{self._layout.name(each.rank)} ({each.why})" for each in lost)
+        # One line for the whole job: all live ranks see the same.
         if rank.rank == min(generation.live):
             logger.warning(
                 "lost %s: going on with %d of %d ranks", names, len(generation.live), len(self._layout.workers)
@@ -460,7 +468,9 @@ class RecoveryManager:
         back = Return(before.next, tuple(map(self._layout.name, arrived)), seconds)
         leads = before.rank == min(before.before)
         if admitted:
+            # An admission follows a commit, so every rank has the results.
             self._groups.kept.forget()
+            # The admitted ranks join groups, so all torch groups must be made anew.
             self._groups.leave()
             self._enter(before.next)
             if leads:
@@ -529,6 +539,8 @@ class RecoveryManager:
 
         Returns None early once a liveness check begins, unless it already has (`roll_called`).
         """
+        # A broken connection shows in milliseconds; the launcher needs longer to see a process end, or a host fall
+        # silent.
         deadline_s, known = time.monotonic() + self._patience_s, -1
         while (left_s := deadline_s - time.monotonic()) > 0 and (roll_called or self._called is not self.generation):
             membership = self._watch.wait_beyond(known, min(left_s, _HEED_S))
@@ -537,6 +549,7 @@ class RecoveryManager:
                 continue
             if self._live(membership) != tried:
                 return membership
+            # The new epoch does not change who is live: a rank is ready again, or one of a dead cell has left.
             known = membership.epoch
         return None
 
@@ -590,6 +603,7 @@ class RecoveryManager:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Publish an uncaught exception, as `sys.excepthook`: it is this rank's own error."""
+        # Python's own report first: peers may end this job as soon as they see the notice.
         self._hooked(kind, error, trace)
         self.end_with(error, printed=True)
 
@@ -603,6 +617,7 @@ class RecoveryManager:
 
     def _changed(self, membership: Membership) -> None:
         """Interrupt the training thread if live ranks have changed with `membership`. In the watch's thread."""
+        # Kept although it may be ignored now: `_enter` compares it with the next generation.
         self._latest = membership
         if self._live(membership) == self.generation.live:
             return

@@ -164,8 +164,10 @@ class RejoiningRank:
         if the job has ended with an error, RuntimeError if a store cannot be reached.
         """
         place, identity, store = self._place, host_identity(), self.control.client("survival")
+        # The job may be ending: then no rank would ever admit this one.
         check_abort(store, self.layout.name(place.rank))
         ready = Readiness(place.epoch, int(os.environ[START_VARIABLE]), socket.gethostname(), identity)
+        # Links choose their wire by hosts, and the launcher may have restarted the rank elsewhere.
         self.layout.move(place.rank, ready.host, identity)
         self._records.say_ready(place.rank, ready)
         arrival = self._arrival(ready)
@@ -222,7 +224,7 @@ class RejoiningRank:
                 f"{self.layout.name(self.layout.rank)} has not been admitted, as another rank has failed or was late "
                 "meanwhile"
             )
-        # As the rank that leads the others does, which may fail before.
+        # The leader writes the same, but it may fail before it does.
         self._records.say_admitted(rank.generation.admitted)
 
     def _arrival(self, ready: Readiness) -> Arrival:

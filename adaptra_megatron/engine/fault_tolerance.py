@@ -151,6 +151,7 @@ class Recovery(IterationHooks):
         self._kept = AttemptState(call.model_chunks)
         joining, feature.joining = feature.joining, None
         if joining is not None:
+            # Before the meeting: a rejoining rank must run the others' plan in its first iteration.
             pipeline.follow(joining.running)
             joining.meet()
         joined = None if joining is None else joining.joined
@@ -201,6 +202,7 @@ class Recovery(IterationHooks):
         control = pipeline.job.control.in_generation(generation.id)
         job = pipeline.job._replace(layout=pipeline.job.layout.alive(generation.live), control=control)
         leads = job.layout.rank == job.layout.leader
+        # The old planner process may be on a failed host, and decides for ranks that no longer exist.
         pipeline.exchange.leave()
         pipeline.go_on_from(_agreed_plan(job, pipeline.running if leads else None, check))
         pipeline.plan_for(job, generation.dead_cells, leads=leads)
@@ -209,6 +211,7 @@ class Recovery(IterationHooks):
                 each.enter(generation, control, pipeline.planner, check)
         first = pipeline.training_iterations
         pipeline.exchange = PlanExchange(job.control, job.layout, pipeline.planner, job.timeout_s, first=first)
+        # With dead cells routes decide the order, and no cell dispatches online.
         if not generation.dead_cells:
             resume = functools.partial(pipeline.dispatcher.resume, job.control, job.layout)
             interruptible(resume, check, job.timeout_s, "the group of the cell's ranks")

@@ -235,12 +235,15 @@ def hand_over(
     wrong.
     """
     layout, timeout_s = pipeline.job.layout, pipeline.job.timeout_s
+    # The new generation's store: a transfer that an earlier admission has abandoned cannot meet this one.
     control = pipeline.job.control.in_generation(generation.id)
     ours, lateness = handings(training, layout, generation, before), _Lateness(patience_s)
     channels = [_Channel(handing, layout.rank, control, timeout_s, check, lateness) for handing in ours]
     nbytes = sum(each.nbytes for each in _tensors_of(training))
     for channel in channels:
         handing = channel.handing
+        # The target receives from one rank after the other, so earlier transfers delay this one, and do not count as
+        # lateness.
         channel.await_target(expected_s=handing.before * nbytes / _LEAST_RATE)
         sender = StateSender(channel.carry, *channel.proof)
         _send(sender, training, pipeline, handing)
@@ -318,6 +321,7 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
         training.scheduler.step(0)
     for scaler, state in zip(_scalers(training), schedule["scalers"], strict=True):
         scaler.load_state_dict(state)
+    # A scheduler with other settings computes another rate from the same number of steps.
     if str(_schedule(training)) != str(schedule):
         raise StateError(f"this process has {_schedule(training)} after it has received {schedule}")
     return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
@@ -399,6 +403,7 @@ class _Channel:
         self.proof = control.secret, control.seal(name).place
         """Key and identity of the hand-over's digest."""
         self._timeout_s, self._check, self._lateness = timeout_s, check, lateness
+        # A live rank, which has `lateness`, holds up the whole job while it waits. A rejoining rank holds up nobody.
         limit_s = timeout_s if lateness is None else min(timeout_s, lateness.patience_s + _MEETING_S)
         begun_s = time.monotonic()
         try:
@@ -475,6 +480,8 @@ def take_place(newcomer: RejoiningRank, training: Training) -> tuple[Joining, Ma
     layout = newcomer.layout
     for optimizer in training.optimizers:
         if getattr(optimizer, "shard_group", None) is not None:
+            # Without `fill`, which is collective: the other members are training. The copy's contents come with the
+            # state.
             optimizer.hold_copy(layout, fill=False)
     joined = newcomer.stand_ready()
     begun_s = time.monotonic()

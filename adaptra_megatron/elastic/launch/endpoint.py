@@ -202,6 +202,7 @@ def _connect(endpoint: Endpoint, timeout_s: float, given_up: Callable[[], bool])
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
+            # TCPStore would retry by itself for its whole timeout, and could not be given up.
             socket.create_connection(endpoint, _ATTEMPT_S).close()
             return TCPStore(*endpoint, is_master=False, timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, OSError) as cause:

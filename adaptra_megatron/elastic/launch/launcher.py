@@ -93,6 +93,7 @@ class Coordinator:
             self._records.publish(roster.membership)
             _log(roster.membership)
             if roster.start is not None and before is None:
+                # After epoch 0 of the membership, which every rank reads when it starts.
                 write(self._store, START_KEY, roster.start)
         self._beat += 1
         state = JobState(
@@ -415,6 +416,7 @@ class Launcher:
             return LauncherVerdict(1, self._without_coordinator(f"it has been silent for {silent_s:.1f} s"))
         if view.state is None:
             return None
+        # This host lives, but the others continue without it: two processes of one rank must not both train.
         if view.node_rank in view.state.lost and view.turn == view.state.turns.get(view.node_rank, 0):
             return LauncherVerdict(
                 1,
@@ -446,7 +448,9 @@ class Launcher:
         if self._workers is not None:
             ended = self._workers.end(verdict.number, patience_s, lambda: len(self._signals) > 1)
             report = report.with_endings(replace(each, asked=True) for each in ended)
+        # Only now: as soon as this is seen, another host may take the node rank.
         self._link.say(replace(report, left=True))
+        # The store ends with node rank 0, so that launcher waits until the others have read the outcome.
         others_s = patience_s + self._settings.policy.heartbeat_timeout_s if self._link.view.node_rank == 0 else 0.0
         deadline_s = time.monotonic() + _SAID_S + others_s
         pressed = len(self._signals)

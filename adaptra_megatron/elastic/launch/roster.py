@@ -79,6 +79,7 @@ class Roster:
     def observe(self, node_rank: int, report: HostReport, now_s: float) -> None:
         """Process a host's latest report, new or not. A host that counts as dead stays dead."""
         self.hosts[node_rank] = report
+        # By the beat, not the time in the report: clocks of hosts differ.
         silent_s = self._silences.setdefault(node_rank, Silence(now_s)).observe(report.beat, now_s)
         if silent_s > self._policy.heartbeat_timeout_s and not report.left:
             text = f"host {report.host} (node rank {node_rank}) has been silent for {silent_s:.1f} s"
@@ -150,6 +151,7 @@ class Roster:
     def _go_on(self, time_s: float) -> LaunchOutcome | None:
         assert self.membership is not None
         for node, report in self.hosts.items():
+            # The store is served by node rank 0: without it no rank can go on.
             if (cause := _departing(node, report)) and (node == 0 or not self._policy.no_kill):
                 return LaunchOutcome(True, f"{cause}, so all ranks have been ended")
         departed = sorted(self._departures(time_s), key=lambda each: each.at_s)
@@ -157,6 +159,7 @@ class Roster:
             return LaunchOutcome(True, self._failures(departed))
         if departed:
             self._note_unfinished(departed)
+            # All departures of one look make one epoch: each epoch makes the ranks regroup.
             self.membership = self.membership.without(departed, time_s)
         elif self._ready:
             self.membership = self.membership.with_ready(self._ready, time_s)

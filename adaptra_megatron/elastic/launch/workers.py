@@ -100,6 +100,8 @@ class Workers:
         """Return the ranks that have ended since the last call. Kills the rest of their process groups."""
         endings = []
         for local_rank, process_id in list(self._running.items()):
+            # WNOWAIT leaves the zombie: its process id, which is also the group's, cannot be reused before the group is
+            # killed.
             if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             kill_group(process_id)  # before the number is free for another
@@ -174,6 +176,7 @@ class Workers:
     def _signal(self, number: signal.Signals) -> None:
         for process_id in self._running.values():
             with contextlib.suppress(ProcessLookupError):
+                # To the group, so that a shell script's children get it, too.
                 os.killpg(process_id, number)
 
     def _await(self, patience_s: float, hurry: Callable[[], bool]) -> list[RankEnding]:

@@ -81,6 +81,8 @@ class LinkSession:
             if self._arrived_for is None or purpose.session != self._arrived_for.session:
                 self._drop_arrived()
                 self._arrived_for = purpose
+                # The peer has begun another session, so the present one has ended there, even if no error has shown
+                # here.
                 if self._begun:
                     await self._finish("the peer began anew")
             if purpose.lane in self._arrived:
@@ -205,6 +207,7 @@ class LinkSession:
 
     async def _end(self, session: int, cause: str) -> None:
         async with self._changing:
+            # A wire reports its end in a task of its own: another session may have begun meanwhile.
             if self._request is not None and self._request.session == session:
                 await self._finish(cause)
 
@@ -213,6 +216,7 @@ class LinkSession:
         wire, request = self._wire, self._request
         self._wire, self._request, self._begun = None, None, False
         if wire is not None:
+            # Before the rings are closed: no thread may touch them then.
             await wire.stop()
             self._earlier = Traffic(*(a + b for a, b in zip(self._earlier, wire.traffic(), strict=True)))
         for ring in self._rings:
@@ -248,7 +252,8 @@ def _unconnected(request: OpenLink) -> socket.socket:
         family = socket.AF_INET6 if ":" in str(request.address[0]) else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         if request.source:
-            # Or a port is taken here already, of which there are fewer than of pairs of a port and a peer.
+            # bind would otherwise reserve a local port at once; connect only needs a unique pair of local port and
+            # peer.
             with contextlib.suppress(OSError):  # a sandbox may not have it
                 connection.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
             connection.bind((request.source, 0))

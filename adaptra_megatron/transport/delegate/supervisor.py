@@ -281,6 +281,7 @@ class Supervisor:
             self._end()
 
     def _step(self) -> None:
+        # Links belong to this thread: other threads only append calls.
         while self._calls:
             self._calls.popleft()()
         now_s = time.monotonic()
@@ -339,6 +340,7 @@ class Supervisor:
         while self._given_up:
             link, session, at_s, cause = self._given_up.popleft()
             if session == link.request.session and link.retry_s is None:
+                # Closed rings are a symptom. The delegate's Down, with the cause, may still be on its way.
                 late_s = at_s + DELEGATE_REPLY_TIMEOUT_S
                 ends = (at_s, cause) if cause else (late_s, "its rings were closed, and no delegate said why")
                 link.end_at = min(ends, link.end_at or ends)
@@ -440,6 +442,7 @@ class Supervisor:
         if number is not None:
             self._send(Ping(number=number))
         elif heartbeat.exhausts(self._patience_s):
+            # A slow machine, perhaps: otherwise each new delegate would be killed as well.
             self._patience_s *= 2
             process = self._delegate.process.pid
             self._delegate.end(0.0)
@@ -457,6 +460,7 @@ class Supervisor:
             self._went_down(link, f"this rank's delegate {what}")
         with self._lock:
             for question in self._questions:
+                # The next delegate answers them.
                 question.sent = False
 
     def _ask(self) -> None:
@@ -477,6 +481,7 @@ class Supervisor:
     def _end(self) -> None:
         for link in self._links.values():
             if link.outbound is not None:
+                # Closed to new messages; the delegate still empties it.
                 link.outbound.close()
         if self._delegate is not None:
             self._send(Stop(drain_s=DRAIN_S))

@@ -109,6 +109,7 @@ class LinkWatch:
             with self._lock:
                 links = list(self._links)
             now_s = time.monotonic()
+            # The earliest failure first: it is the cause, and later ones may follow from it.
             found = [(failure, link) for link in links if (failure := self._failure(link, now_s)) is not None]
             for failure, link in sorted(found, key=lambda each: each[0].at_s):
                 try:
@@ -142,7 +143,7 @@ class LinkWatch:
 
     def _watch_itself(self) -> None:
         looks, stood_s = -1, 0.0
-        # In this thread's own pauses, not by the clock: that goes on while the whole process is stopped.
+        # Measured in this thread's own pauses: the clock goes on while the whole process is stopped.
         while not self._closed.wait(pause_s := min(1.0, self._stands_s / 4)):
             looks, stood_s = self._looks, stood_s + pause_s if self._looks == looks else 0.0
             if stood_s > self._stands_s:

@@ -88,9 +88,11 @@ class NcclLink:
         self._finalize_until_s: float | None = None
         self._connects_until_s: float | None = time.monotonic() + timeout_s
         """Deadline for NCCL to connect; None once it has connected."""
+        # A kernel that an earlier session left on this stream would block all transfers of this one.
         if not side.device.idle(stream):
             raise RuntimeError("work of an earlier session on the link's stream has not ended")
-        # NCCL would wait for a peer that does not come, and go on listening for it.
+        # The two ends meet in the store first: ncclCommInitRank of a peer that does not come would wait, and keep
+        # listening for it.
         unique_id, peer = self._meet(store, 1 - self._peer, timeout_s)
         name, config = f"adaptra {ends.source}>{ends.target}", _with_ctas(side.config, side.identity, peer)
         source = "as asked for" if config == side.config else f"between {side.identity} and {peer}"
@@ -100,7 +102,7 @@ class NcclLink:
         index = side.device.device.index or 0
         self._transfers = self._library.transfers(self._communicator, self._peer, side.device.handle(stream), index)
         side.watch.add(self)
-        # Waits for the end from now on: an interpreter that shuts down starts no threads.
+        # Started now, to wait for the session's end: an interpreter that shuts down starts no threads.
         name = f"adaptra-nccl-end-{ends.source}>{ends.target}"
         DeviceThread(self._free_when_ended, name).start()
         try:
@@ -115,6 +117,7 @@ class NcclLink:
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
         device = self._side.device
+        # A copy from pageable memory may block this thread until all earlier work in the stream has ended.
         locked = device.page_locked(host.nbytes)
         locked.copy_(host.view(torch.uint8))
         tensor = self.empty(host.shape, host.dtype)
@@ -220,19 +223,25 @@ class NcclLink:
         store.set_timeout(timedelta(seconds=max(_PAUSE_S, timeout_s)))
         store.set(f"gpu/{rank}", self._side.identity.encode())
         peer = store.get(f"gpu/{1 - rank}").decode()
+        # NCCL refuses this, too (Duplicate GPU detected), but only while it connects.
         if peer == self._side.identity:
             raise RuntimeError("both stages are on one GPU, and NCCL connects different GPUs only")
+        # The id starts a listener in NCCL. It is created once the peer is there, so that no listener is left for a peer
+        # that failed.
         if rank == 0:
             store.set("id", self._library.new_unique_id())
         return store.get("id"), peer
 
     def _begin(self, sends: bool, tensor: torch.Tensor, after: int | None) -> Work:
         calls, until_s = self._calls, self._connects_until_s
+        # Mostly free: one thread sends or receives on a link, and the watch holds it for microseconds.
         if not calls.acquire(False):
             self._take_turn()
         try:
             if self._ended.is_set():
                 raise RuntimeError(self._cause)
+            # The first transfer connects the two ends, which takes NCCL up to seconds; it has the time limit of
+            # connecting.
             limit_s = self.timeout_s if until_s is None else until_s - time.monotonic()
             try:
                 work = self._transfers.begin(sends, tensor, tensor.data_ptr(), tensor.nbytes, after, limit_s)
@@ -277,6 +286,8 @@ class NcclLink:
         # Not released: there is nothing left to call.
         until_s = self._finalize_until_s
         try:
+            # ncclCommDestroy waits for pending transfers for ever, ncclCommAbort ends them. So destroy only if all have
+            # ended.
             if until_s is not None and not self._transfers.under_way() and self._finalized(until_s):
                 self._library.destroy(self._communicator)
             else:

@@ -51,6 +51,7 @@ class SendingSession:
         """Send a message. Returns at once. `header`: send its shape first. Raises RuntimeError if the session
         failed."""
         with self._turn:
+            # Effects leave the link's lock before they are performed, so two threads may come here in the wrong order.
             self._early[index] = message, header
             while (due := self._early.pop(self._next, None)) is not None:
                 self._next += 1
@@ -158,6 +159,7 @@ class ReceivingSession:
     def end(self) -> None:
         """End the session and its thread. Not to be called from that thread."""
         self._under_way.put(None)
+        # The thread may wait in the group: the abort wakes it.
         self._group.abort()
         self._thread.join(END_S)
 
@@ -165,9 +167,12 @@ class ReceivingSession:
         """Launch the receives that may be launched now. The caller holds the lock."""
         while self._waiting and not self._awaits_body:
             first = self._waiting[0]
-            # Of probes before a message all are sent at once, so none of them stands for long.
+            # If a message follows, the sender sends all probes before it at once, so that none of them is pending for
+            # long.
             behind = any(not each.probe and each.shape is not None for each in self._waiting)
             takes_turns = first.shape is None or (first.probe and not behind)
+            # A pending NCCL receive occupies multiprocessors until its message comes. Of messages that may come late,
+            # post one at a time.
             if takes_turns and self._standing and not self._group.tagged:
                 return
             self._waiting.popleft()
@@ -202,6 +207,7 @@ class ReceivingSession:
                 self._standing -= 1
                 self._launch_due()
             self._arrived(tensor, arrived_s)
+            # Otherwise these names keep the tensor's device memory until the next message arrives.
             del launched, tensor
 
     def _completed(self, launched: _UnderWay | Exception) -> torch.Tensor:
@@ -272,6 +278,7 @@ class DevicePath:
         maker = DeviceThread(self._make, "adaptra-meet", (as_sender, session))
         with self._lock:
             self._makers = [thread for thread in self._makers if thread.is_alive()]
+            # A thread that waits for the store cannot be interrupted, and back-off keeps starting new ones.
             if meets := len(self._makers) < _MOST_MAKERS:
                 maker.start()
                 self._makers.append(maker)
@@ -344,6 +351,7 @@ class DevicePath:
             self._events.device_failed(as_sender, session, f"the two ends did not meet: {cause}")
             return
         with self._lock:
+            # `close` has not waited for this thread any longer: nothing else would end the group.
             if self._closed:
                 group.abort()
                 return

@@ -153,6 +153,7 @@ class LinkParts:
         """Begin a session of the host path: resend all unacknowledged messages."""
         self.state.begin(session)
         self.state.health.up()
+        # The former session's rings are gone, with everything in them.
         self.retransmit_queue.rewind()
         self.writer.thread.wake()
         self.reader.thread.wake()
@@ -170,6 +171,7 @@ class LinkParts:
         """Take in a message that arrived by either path."""
         if not self.receive_queue.arrive(key, arrival):
             return
+        # For waits on several links; `notify_waiting` is for a wait on this link alone.
         self._arrival_signal.arrived(key)
         if key == self._awaited:
             self.state.notify_waiting()
@@ -199,6 +201,7 @@ class LinkParts:
         elif event.kind == Event.Kind.ACK:
             self.paths.acknowledged(event.sequence)
             self._wake_if_flushed()
+            # The acknowledgement may have made room in the window.
             if self.retransmit_queue.next_to_write() is not None:
                 self.writer.thread.wake()
         elif event.kind == Event.Kind.BYE:
@@ -207,6 +210,7 @@ class LinkParts:
         elif event.kind == Event.Kind.REPEATED:
             self.receive_queue.arrive_again(event.sequence)
         else:
+            # Notes and probes have no receive to wait for, so they are acknowledged at once.
             self.receive_queue.due.append(event.sequence)
             if not is_probe(event):
                 self.on_note_received(*note_of(event))
@@ -351,6 +355,8 @@ class DualLink:
         with self._lock:
             self._parts.check_usable(key, now_s, receiving=False)
             path = self._paths.send(key, outgoing, now_s)
+            # Taken with the lock, done without: NCCL may block in a send, and threads of this link need the lock
+            # meanwhile.
             work = self._paths.take_prompt()
         self._paths.do(work)
         return MessageTimes(key, self.ends.peer, now_s, now_s, tensor.nbytes, path)
@@ -412,6 +418,7 @@ class DualLink:
     def _wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         with self._lock:
             arrival, posted_s = self._parts.wait(key, deadline_s)
+        # Without the lock: it may make the device's stream wait.
         tensor = arrival.receipt.take()
         path = Path.DEVICE if arrival.sequence is None else Path.HOST
         return tensor, MessageTimes(key, self.ends.peer, posted_s, arrival.arrived_s, tensor.nbytes, path)
@@ -471,6 +478,7 @@ class DualLink:
 
     def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
         """Begin a session of the host path: resend all unacknowledged messages."""
+        # Before the lock is taken: page-locking the rings may wait for the device.
         self._copies.use_rings(outbound, inbound)
         with self._lock:
             self.sessions += 1
@@ -509,6 +517,8 @@ class DualLink:
     def ended(self, cause: str) -> None:
         """Abort the link: in-flight messages fail with AbortedError(cause). Thread-safe."""
         self._end(None, cause)
+        # Transfers in progress may wait for a peer that no longer answers. `_end` alone would leave their threads
+        # waiting.
         self._device.abort_all()
 
     def _end(self, rank: int | None, cause: str) -> None:

@@ -81,6 +81,8 @@ class DeviceSide:
         work = self._work
         if not work:
             return self._nothing
+        # Sends and receives at once, so that the training's later work is behind them on the device. To create or end a
+        # session may wait.
         self._work = DeviceWork(begin=work.begin, end=work.end)
         return DeviceWork(sends=work.sends, receives=work.receives)
 
@@ -159,6 +161,8 @@ class HostSide:
 
     def confirm(self, session: int, received: int, now_s: float) -> None:
         """Acknowledge the first `received` messages of a device session; by note while the host path is down."""
+        # Acknowledgements are entries of the ring, which is gone with the session; a note may use the control
+        # connection.
         if self._state.session is None:
             self.send_note(Received(session, received), now_s)
             return
@@ -185,6 +189,7 @@ class HostSide:
         for number in effects.withdrawals:
             self._retransmit_queue.send_elsewhere(waiting[number])
         for message in effects.resends:
+            # It was on the host path before: part of it may have arrived there, under its old sequence number.
             if message.number in waiting:
                 self._retransmit_queue.send_after_all(waiting[message.number])
             else:
@@ -204,7 +209,7 @@ class HostSide:
             return []
 
     def _send_again(self, message: Posted[Computed], now_s: float) -> None:
-        # Not the training thread, maybe: a device that fails raises where that waits.
+        # Perhaps not in the training thread: the link's failed health raises the error there.
         try:
             self.send(message.key, message.payload, message.number, now_s)
         except TransportError as cause:
@@ -263,6 +268,7 @@ class PathSwitch:
         """Probe the unused path with messages of the usual size, unless a burst is in flight. `device`: of the
         tensors.
         """
+        # Nothing was sent yet: a probe of another size would not tell the time of the usual messages.
         if not self._usual_nbytes:
             return
         if self.sender.path is Path.HOST:
@@ -357,12 +363,13 @@ class PathSwitch:
         self._host.send_note(HostProbed(number, arrived_s), time.monotonic())
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """Take in a note; return the number below which all have arrived. Raises ValueError for an impossible one."""
+        """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""
         now_s = time.monotonic()
         for readable in self._channel.take(number, packet):
             note = decode_note(readable)
             try:
                 self._on_note(note, now_s)
+            # Valid fields in an impossible order: the peer is broken, or runs another version.
             except (AssertionError, LookupError) as cause:
                 raise ValueError(f"{note}, which does not fit what was said before") from cause
         self._settle_effects()
@@ -433,6 +440,7 @@ class PathSwitch:
         if not self.sender.effects and not self.receiver.effects:
             return
         now_s = time.monotonic()
+        # Swapped out first: effects that arise meanwhile are kept for the next call.
         sender, self.sender.effects = self.sender.effects, SenderEffects()
         receiver, self.receiver.effects = self.receiver.effects, ReceiverEffects()
         for note in (*sender.notes, *receiver.notes):
@@ -457,6 +465,7 @@ class PathSwitch:
         now_s = time.monotonic()
         down_since_s = state.health.down_since_s
         if not state.finished:
+            # 0 means up, so a path that has gone down in this moment needs a positive time.
             down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)
             self.sender.tick(now_s, down_s, self._host.unacknowledged)
         self._settle_effects()

@@ -201,12 +201,14 @@ class Receiver(Generic[Specification]):
         if current is None or current.number != session:
             return None
         number = current.waiting.popleft()
+        # Measured from the answer to the query, so it is a lower bound; 0 if the message arrived unasked.
         self._transfers.took(nbytes, now_s - current.sent_s if current.sent > current.received else 0.0)
         current.received += 1
         current.asked_s = current.sent_s = math.inf
         current.unconfirmed_nbytes += nbytes
         due = current.received - current.confirmed
-        # Messages that are awaited come before the sender waits for this; probes may leave only with those after them.
+        # If messages are awaited, acknowledgements may be collected, as the sender does not wait for them. It may wait
+        # for those of probes, which it sends together with later messages.
         more = any(each >= 0 for each in current.waiting)
         if not more or due >= _CONFIRMED_TOGETHER or current.unconfirmed_nbytes >= _CONFIRMED_NBYTES:
             current.confirmed, current.unconfirmed_nbytes = current.received, 0
@@ -230,6 +232,7 @@ class Receiver(Generic[Specification]):
             self.died = cause
         self.cause, self.was_healthy = cause, current.opened is not None
         self._session = None
+        # Dead has the number that arrived; an acknowledgement of an ended session would be ignored.
         self.effects.confirm = None
         self.effects.notes.append(Dead(session, current.received, cause))
         self.effects.end.append(session)
@@ -256,6 +259,8 @@ class Receiver(Generic[Specification]):
             self._issue()
         elif isinstance(note, Close):
             assert current.opened is not None, "the sender leaves what it never took"
+            # From here on nothing is posted on the device path until SwitchAt, so that both ends agree on the last
+            # number.
             current.frozen = max(self.posted, current.opened.next)
             self.effects.notes.append(ReceivePosted(note.session, current.frozen))
         elif isinstance(note, SwitchAt):
@@ -281,6 +286,7 @@ class Receiver(Generic[Specification]):
             if now_s < until_s:
                 return until_s
             waited_s = now_s - current.sent_s
+            # A lower bound: after this failure, a path that is merely slow gets more time.
             self._transfers.took(current.sent_nbytes, waited_s)
             self.failed(current.number, f"what was sent did not arrive for {waited_s:.1f} s")
             return math.inf

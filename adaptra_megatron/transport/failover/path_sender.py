@@ -333,6 +333,8 @@ class Sender(Generic[Payload]):
         """Record that this end saw the session fail. The receiver decides what has arrived."""
         current = self._session
         if current is not None and current.number == session and current.phase is not SenderPhase.FAILED:
+            # Only the receiver knows what has arrived: until its Dead, messages are retained and later ones take the
+            # host path.
             current.carried, current.phase = current.phase in _CARRIES, SenderPhase.FAILED
             self.cause = cause
             self.effects.notes.append(Failed(session, cause))
@@ -356,8 +358,10 @@ class Sender(Generic[Payload]):
         elif isinstance(note, Received):
             self.confirmed(note.session, note.count)
         elif isinstance(note, QuerySent):
-            # The receiver may keep this until more has come, which comes only once all before it is confirmed.
+            # The query confirms all earlier messages. The receiver may hold back their acknowledgement until more
+            # arrives, which in turn may wait for it.
             self.confirmed(note.session, note.index)
+            # A posted message may still be in computation. The receiver must not count that time against the path.
             waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
             asked_for = current.retained.get(note.index)
             nbytes = self._nbytes_of(asked_for.payload) if asked_for is not None else current.probe_nbytes
@@ -368,6 +372,8 @@ class Sender(Generic[Payload]):
         elif isinstance(note, Probed):
             self._probed(current, note, now_s)
         elif isinstance(note, ReceivePosted) and current.phase is SenderPhase.DRAINING and current.until is None:
+            # Messages up to `posted` are on the device path already, and receives up to `number` are posted there: both
+            # must complete.
             current.until = max(self.posted, note.number)
             self.effects.notes.append(SwitchAt(note.session, current.until))
             self._leave_if_over(current)
@@ -451,6 +457,8 @@ class Sender(Generic[Payload]):
         if burst is not None and now_s >= self._probe_due_s(session):
             assert burst.waiting_since_s is not None
             waited_s = now_s - burst.waiting_since_s
+            # Although it has not arrived: the lower bound keeps the next attempt from failing by the same, too short
+            # limit.
             self._transfers.took(burst.nbytes, waited_s)
             self.failed(session.number, f"a probe did not arrive in {waited_s:.1f} s")
 
@@ -479,10 +487,12 @@ class Sender(Generic[Payload]):
         host_dead = host_down_s > self._settings.host_patience_s
         stranded = host_unacknowledged() if host_dead else ()
         if stranded and (session.phase is not SenderPhase.STANDBY or session.sent > session.probed):
-            # Their numbers lie below what the session carries, and a receiver goes up: they need a new one.
+            # Their numbers are below those that the session has carried, but a receiver posts in ascending order: only
+            # a new session can carry them.
             self.failed(session.number, "messages were left on a dead host path")
         elif session.phase is SenderPhase.STANDBY and (self._preferred is Path.DEVICE or host_dead):
             self._open(session, stranded)
+        # Not while the host path is down for a moment: messages would wait there.
         elif session.phase is SenderPhase.CARRYING and self._preferred is Path.HOST and host_down_s == 0:
             session.phase = SenderPhase.DRAINING
             self.effects.notes.append(Close(session.number))
@@ -492,6 +502,7 @@ class Sender(Generic[Payload]):
         self._cut_burst_short(session)
         first = min((message.number for message in stranded), default=self.posted)
         taken = {message.number for message in stranded}
+        # These have been delivered on the host path: the receiver must not post receives for them.
         skipped = [number for number in range(first, self.posted) if number not in taken]
         self.effects.notes.append(Open(session.number, first, skipped))
         session.phase, session.until = SenderPhase.CARRYING, None
@@ -518,6 +529,7 @@ class Sender(Generic[Payload]):
         if self.was_healthy:
             self.failures += 1
             self.died = note.cause
+            # Only after a long healthy time: a path that flaps must not begin with the shortest pause each time.
             if now_s - session.proven_s >= self._settings.forgiven_after_s:
                 self._backoff.reset()
         if session.carried or session.phase in _CARRIES:

@@ -86,6 +86,7 @@ class HostLinkReader:
 
         `key`: the awaited message; None: all sends.
         """
+        # Other threads poke the ring to wake this one, which would otherwise sleep in native code.
         self._state.waiting = threading.get_ident()
         try:
             return self._read_until(done, deadline_s, key)
@@ -105,6 +106,7 @@ class HostLinkReader:
             if session is None or session is ended:
                 state.state_changed.wait(until_s - now_s)
                 continue
+            # Python runs signal handlers in the main thread only, and not during a native wait.
             read_s = min(until_s, now_s + SIGNALS_S)
             if not without(self._lock, partial(self._read, session, read_s, session.inbound.pokes, hurry=True)):
                 ended = session
@@ -153,7 +155,7 @@ class HostLinkReader:
             return self._no_memory
         if event is None:
             return partial(self._acknowledge, session)
-        # Before the lock is taken, for new memory may have to be page-locked.
+        # Before the lock is taken, since new memory may have to be page-locked, which waits for the device.
         return partial(self._take, session, event, self._received(event, session.inbound))
 
     def _on_corrupted(self, session: Session, cause: str) -> bool:
@@ -172,6 +174,7 @@ class HostLinkReader:
                 self._state.fail(f"{self._state.ends.there} sent an invalid message: {cause}")
                 return False
         if receipt is not None:
+            # A message that arrived whole proves that the ring works: only successive corruptions fail the link.
             self._state.consecutive_corruptions = 0
         return self._acknowledge(session)
 

@@ -99,8 +99,11 @@ class LinkHealth:
             return -math.inf
         if self._peer_closed_s is not None:
             return self._peer_closed_s + _CAUSE_S
+        # Over one network the host path fails with the control connection, though TCP may take minutes to report it. A
+        # wire with a network of its own may still work.
         if self._unreachable is not None and (self._one_network or self._down_since_s is not None):
             return -math.inf
+        # A stopped process is waited for: SIGCONT continues it, and with it all messages.
         if self._down_since_s is None or self._stopped_s is not None:
             return math.inf
         return self._grace_from_s + self._grace_s
@@ -235,6 +238,7 @@ class HostLinkState:
         """End a session whose ring held invalid data; fail the link after MAX_CORRUPTED_SESSIONS in a row."""
         session.outbound.close()
         session.inbound.close()
+        # Both threads may find the corruption, and a new session may have begun meanwhile.
         if self.session is not session:
             return
         self.session = None

@@ -73,6 +73,7 @@ class HostLinkWriter:
     def acknowledge(self) -> None:
         """Write due acknowledgements, or wake the thread to do so."""
         session = self._state.session
+        # The thread writes without the lock; a ring has one producer at a time.
         if self._writing or session is None:
             self.thread.wake()
             return
@@ -85,6 +86,7 @@ class HostLinkWriter:
         session = self._state.session
         if session is None or self._writing or not message.payload.inline:
             return False
+        # Notes go first, and the window may be full.
         if self._retransmit_queue.next_to_write() is not message:
             return False
         self._retransmit_queue.mark_written(message)
@@ -114,6 +116,7 @@ class HostLinkWriter:
         """Return the next acknowledgement (a sequence number) or, without any, the next message."""
         if self._state.session is None:
             return None
+        # Acknowledgements first: the peer's window may be full until it gets them.
         if self._due:
             return self._due.popleft()
         message = None if self._state.closing else self._retransmit_queue.next_to_write()
@@ -155,6 +158,7 @@ class HostLinkWriter:
             state.fail(self._cause)
         elif outcome is _Outcome.FULL and state.session is session:
             if isinstance(work, int):
+                # Order does not matter: each acknowledges its own message.
                 self._due.append(work)
             else:
                 self._retransmit_queue.mark_unwritten(work)

@@ -51,6 +51,7 @@ class ReceiveQueue:
         if key.turn > self._turn:
             self._begin(key.turn)
         self._posted[key] = now_s
+        # It arrived before its receive was posted: acknowledge it now (rule 2 of dual_link.py).
         if key in self._arrived:
             self._owe(self._arrived[key])
             self._arrived[key].receipt.begin()
@@ -66,6 +67,7 @@ class ReceiveQueue:
             stale = over and key.iteration == self._turn[0]  # all of an iteration that is over have been used
             self.stale += stale
             self.doubles += not stale
+            # A duplicate is acknowledged, too: the first acknowledgement may have been lost with its session.
             self._owe(arrival)
             return False
         self._arrived[key] = arrival
@@ -92,6 +94,7 @@ class ReceiveQueue:
         for key in [key for key in self._arrived if key.turn < turn]:
             arrival = self._arrived.pop(key)
             self.stale += 1
+            # The others were acknowledged when they arrived.
             if key not in self._posted:
                 self._owe(arrival)
         for key in [key for key in self._posted if key.turn < turn]:
@@ -187,10 +190,12 @@ class RetransmitQueue:
             self._forget(message)
             line = self._line(message)
             line[message.sequence] = message
+            # To the front: it is older than all messages that have not been written.
             line.move_to_end(message.sequence, last=False)
 
     def rewind(self) -> None:
         """Queue all unacknowledged messages again, for a new session."""
+        # In reverse, since each goes to the front of its queue.
         for message in reversed(self._unacknowledged.values()):
             self.mark_unwritten(message)
 

@@ -196,6 +196,7 @@ class ControlConnections:
         self._acceptor = Acceptor(self._secret, _HANDSHAKE_S, self._admit)
         self._connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="adaptra-lines", daemon=True)
+        # Weak: a registered handler cannot be removed again, and would keep this object alive.
         leave = weakref.WeakMethod(self._leave_to_the_parent)
         os.register_at_fork(after_in_child=lambda: (bound := leave()) and bound())
 
@@ -259,7 +260,8 @@ class ControlConnections:
         keepers = [line.keeper for line in (*self._lines.values(), *self._finishing) if line.keeper is not None]
         for line in self._lines.values():
             line.send(Fin())
-        # Without FIN, a peer would take the end of this process for a failure.
+        # Without FIN, a peer would take the end of this process for a failure. So connections that are down get a
+        # moment to come up.
         if coming_up := [line for line in self._lines.values() if line.keeper is not None and line.writer is None]:
             for line in coming_up:
                 line.pending_fin = Fin()
@@ -288,6 +290,7 @@ class ControlConnections:
         fin = Fin(None if cause is None else plain_text(cause)[:NOTE_NBYTES])
         line.send(fin)
         line.keeper.add_done_callback(lambda _: self._forget(line))
+        # The peer must learn the cause even if the connection is down just now: it may wait for a message of the link.
         if line.writer is None and cause is not None and not line.keeper.done():
             line.pending_fin = fin
             self._finishing.append(line)
@@ -326,12 +329,14 @@ class ControlConnections:
             except ConnectionRefusedError:
                 if not line.admitted.empty():  # which the peer has made before: its FIN may be on it
                     continue
+                # Both processes are ending, and the peer was first.
                 if self._closing.is_set():
                     return
                 self._on_failure(line.peer, f"{self._name(line.peer)} is gone: its process has ended")
                 return
             except (OSError, asyncio.TimeoutError) as cause:
                 line.reachable = False
+                # Not a failure: the host may be cut off for a moment. The link's grace period decides.
                 line.end.on_disconnected(f"{cause}" or f"it did not answer within {_CONNECT_S:g} s")
                 await asyncio.sleep(_AGAIN_S)
                 continue
@@ -372,6 +377,7 @@ class ControlConnections:
 
         `reached`: the lower rank's connection. Raises HandshakeError, or TimeoutError if the peer makes none.
         """
+        # Both ends connect, to find out whether the peer's process listens; one connection, the lower rank's, is kept.
         if reached is None or self._rank > line.peer:
             if reached is not None:
                 reached.close()
@@ -389,6 +395,7 @@ class ControlConnections:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # Keepalives detect a dead host on an idle connection, TCP_USER_TIMEOUT on one with unacknowledged data.
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                 connection.setsockopt(socket.IPPROTO_TCP, option, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREACHABLE_S * 1e3))
@@ -441,6 +448,7 @@ class ControlConnections:
                 if late:  # this process did not run: it could not receive
                     line.received_s = now_s
                 self._note_runs(line, now_s <= line.received_s + SILENT_S)
+                # A stopped process reads nothing: frequent heartbeats would fill its socket's buffer.
                 if line.runs or beats % _SILENT_BEATS == 0:
                     line.send(Beat())
 
@@ -469,6 +477,7 @@ class ControlConnections:
             line.failure_sent = True
             line.send(RankFailed(rank, cause))
             line.over = line.over or line.peer == rank
+        # Peers first, then our own links: their errors end this process, and the peers must have the cause by then.
         for line in notified:
             line.end.on_rank_failed(rank, cause)
 

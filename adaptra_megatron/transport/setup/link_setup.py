@@ -65,15 +65,18 @@ class LinkMaker:
         `wrap`: also between the last stage and the first. Errors are raised by `links` and `make`.
         """
         rank, ranks = self._rendezvous.layout.rank, self._rendezvous.ranks
+        # All stages start together, so that the time limits of rounds mean the same everywhere.
         self._rendezvous.gather("connecting", None)
         begun_s = time.monotonic()
         for number, links in enumerate(rounds(self._rendezvous.stages, wrap=wrap), 1):
-            # By the common beginning: a peer that waited in vain in a round before may still come to this one.
+            # Limits count from the common beginning: a peer that waited in vain in an earlier round may still come to
+            # this one.
             until_s = begun_s + number * ROUND_S
             of_ranks = [(ranks[source], ranks[target]) for source, target in links]
             for link in (link for link in of_ranks if rank in link):
                 try:
                     self._connected[link] = self._make(link, 1, FIRST_SESSION, until_s - time.monotonic())
+                # Kept, not raised: the other rounds must go on, as other stages wait in them.
                 except RuntimeError as cause:
                     self._failures[link] = str(cause)
 
@@ -138,6 +141,7 @@ class LinkMaker:
                     made = gpu.link(store, ends, self._streams[link], sends=sends, timeout_s=timeout_s)
             greet(made, sends, deadline_s)
         except RuntimeError as cause:
+            # NCCL's and gloo's errors have many lines; this one becomes part of a log line.
             raise RuntimeError(" ".join(str(cause).split())[:_CAUSE_LENGTH]) from cause
         with self._lock:
             self._made = [each for each in (*self._made, made) if not each.wait_until_freed(0.0)]

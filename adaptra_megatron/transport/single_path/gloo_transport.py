@@ -80,7 +80,7 @@ class WaitingThreadTransport:
         self._specification = specification
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
+        # A detached alias: Megatron's deallocate_output_tensor replaces the storage of the caller's tensor.
         outgoing = tensor.detach().contiguous()
         now = time.monotonic()
         pending = _Pending(key, peer, None, now)  # the bytes live in `works`, and no longer than the send
@@ -117,6 +117,7 @@ class WaitingThreadTransport:
         def complete() -> None:
             group.wait(work, self._timeout_s)
             if specification.shape is None:
+                # In the waiting thread: the training thread must not wait for the header.
                 body = torch.empty(decode_shape(buffer), dtype=specification.dtype, device=specification.device)
                 group.wait(group.receive(body, self._tag(key)), self._timeout_s)
                 pending.tensor = body
@@ -208,6 +209,7 @@ class WaitingThreadTransport:
             self._links[self._rank, peer].wait(work, self._timeout_s)
 
     def _tag(self, key: MessageKey, *, header: bool = False) -> int:
+        # Unique within an iteration. Later iterations may reuse tags, since gloo matches equal tags in order.
         number = 2 * (key.micro_batch * self._chunks + key.chunk) + (key.direction is Direction.GRADIENT)
         return 2 * number + header
 
@@ -238,4 +240,5 @@ class _Waiter:
             pending.done_s = time.monotonic()
             pending.done.set()
             self._arrival_signal.arrived(pending.key)
+            # Otherwise these names keep the tensors alive until the next item arrives.
             del item, pending, complete

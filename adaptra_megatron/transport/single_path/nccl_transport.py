@@ -184,7 +184,8 @@ class StreamTransport:
             group = self._usable(link)
             for sending in self._sending:  # the memory of what has left may serve this message
                 sending.free_done()
-            # Of computation's own memory, which it may still use: so the receive comes behind what it does now.
+            # Memory from computation's own pool may still be in use by queued work, so the receive must come after
+            # that.
             buffer = self._device.empty(shape, dtype)
             posted = None if self._clock is None else self._clock.mark()
             return peer, buffer, group.receive(buffer, _NO_TAG, self._device.current_handle()), posted
@@ -193,6 +194,7 @@ class StreamTransport:
 
     def _link_failed(self, link: Any, cause: str) -> None:
         """Record a link's failure; called by the watch's thread."""
+        # The first failure is the cause. While closing, peers that have closed already look like failures.
         if self._failure is not None or self._closed:
             return
         source, target = link.ends
@@ -201,6 +203,8 @@ class StreamTransport:
             "the other end first: it died, hangs, or cannot be reached; restart from the last checkpoint"
         )
         logger.error("%s. This process ends within %g s", self._failure, GRACE_S)
+        # The training thread may be blocked in a wait for the device, which never ends: then only the timer can end the
+        # process.
         self._timer = threading.Timer(GRACE_S, self._last_resort)
         self._timer.daemon = True
         self._timer.start()
