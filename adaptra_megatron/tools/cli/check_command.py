@@ -24,8 +24,8 @@ from adaptra_megatron.megatron.refusals import pipeline_stages
 from adaptra_megatron.tools.cli.planning.inputs import InputError
 from adaptra_megatron.tools.cli.recipe_files import OVERRIDE, jobs_of, merged, nested, read_document
 
-CONFIG_FLAGS = ("config", "config_file")
-"""Flags of NeMo-RL's and Megatron-Bridge's scripts that name a file of settings."""
+CONFIG_FLAGS = ("config", "config_file", "yaml_cfg")
+"""Flags of NeMo-RL's, Megatron-Bridge's and Megatron-LM's scripts that name a file of settings."""
 RECIPE_FLAGS = ("recipe", "config_name")
 """Flags of Megatron-Bridge's scripts and Hydra's that name a recipe, wherever that is."""
 _DESCRIPTION = """\

@@ -51,7 +51,7 @@ def frozen_if_first(chunk: Any) -> Any:
 
 
 def main() -> None:
-    install()
+    install(with_fused_weight_gradient=True)
     from testing.training import model
 
     build: Callable[..., Any] = model._build_chunk

@@ -328,7 +328,13 @@ def test_a_command_line_that_names_a_file_or_a_recipe(tmp_path: Path, capsys: py
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"defaults": "base.yaml", "policy": {"megatron_cfg": PP}}))
     word = "policy.megatron_cfg.cuda_graph_impl=local"
-    for words, verdict in ((["--config", str(path)], "starts"), ([f"--config={path}", word], "refused")):
+    config = str(path)
+    cases = (
+        (["--config", config], "starts"),
+        ([f"--config={config}", word], "refused"),
+        (["--yaml-cfg", config], "starts"),
+    )
+    for words, verdict in cases:
         main(["check", "--json", "--", "run_grpo.py", *words])
         captured = capsys.readouterr()
         assert json.loads(captured.out)["verdict"] == verdict
