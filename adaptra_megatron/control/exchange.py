@@ -535,7 +535,7 @@ def exchange_error(rank: int, what: str, timeout_s: float | None, cause: Excepti
     within = "" if timeout_s is None else f" within {timeout_s:g} s (--adaptra-timeout-s)"
     return ExchangeError(
         f"rank {rank} could not {what}{within}: {cause}. "
-        "Another rank died, hangs, or cannot be reached; look at the first rank whose log stops"
+        "Another rank has failed, hangs, or cannot be reached; look at the first rank whose log stops"
     )
 
 

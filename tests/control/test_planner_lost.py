@@ -159,7 +159,7 @@ def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
             four = replica(address)
             leading, until_s = four.exchanges[0]._role, time.monotonic() + PATIENCE_S
             assert isinstance(leading, DecisionPublisher)
-            expected = ("cannot hand in", "no measurements of ranks 3")
+            expected = ("cannot send its measurements", "no measurements of ranks 3")
             while 0 in (leading._kept or [0]) or not all(each in caplog.text for each in expected):
                 assert time.monotonic() < until_s, "it is not said, or decisions that all have run stay in the store"
                 assert four.run(4.0, published=False).number == 0
@@ -169,7 +169,7 @@ def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
             assert isinstance(control, Misled)
             assert control.misled, "the fault did not fire"
             lines = [record.getMessage() for record in caplog.records]
-            (said,) = [line for line in lines if "cannot hand in what it measures" in line]
+            (said,) = [line for line in lines if "cannot send its measurements" in line]
             assert "rank 3" in said
             assert f"127.0.0.1:{address.port} (" in said
             assert why in said

@@ -318,7 +318,7 @@ class PlannerClient:
             how = f"{'ended' if ended else f'{cause} and was ended'}, by {process.end(1.0 if ended else 0.0)}"
         pause_s = self._backoff.next_s()
         self._restart_s = time.monotonic() + pause_s
-        again = f"another one is started in {pause_s:g} s, and learns anew what is usual"
+        again = f"another one is started in {pause_s:g} s, and measures the usual times again"
         return f"{self._word}the planner process {how}; {again}"
 
 

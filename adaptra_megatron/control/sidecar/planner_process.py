@@ -76,7 +76,7 @@ class Planner:
             elif time.monotonic() >= self._patient_until_s:
                 failure = _missing(over[-1])
         except ValueError as cause:
-            failure = f"what was measured in iteration {over[-1].iteration} cannot be taken in: {cause}"
+            failure = f"the measurements of iteration {over[-1].iteration} cannot be decoded: {cause}"
         except Exception:  # a bug of ours: the training goes on, and the rank's log says what it was
             failure = traceback.format_exc()
         costs = self._leader.costs
@@ -101,7 +101,7 @@ def _missing(reported: Reported) -> str:
     ranks = ", ".join(map(str, reported.lost))
     return (
         f"reports of ranks {ranks} for iteration {reported.iteration} have not come, or were lost with their "
-        "connections or with a planner process before"
+        "connections or with an earlier planner process"
     )
 
 

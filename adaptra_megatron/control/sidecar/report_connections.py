@@ -288,7 +288,7 @@ class ReportLink:
         if self._backoff.failures > 1 and not self._failure_logged:
             self._failure_logged = True
             logger.warning(
-                "rank %d cannot hand in what it measures: no connection to the %s of rank %d at %s. %s: allow TCP "
+                "rank %d cannot send its measurements: no connection to the %s of rank %d at %s. %s: allow TCP "
                 "connections to that host between the job's hosts, or name another network by --adaptra-interface",
                 *(self._purpose.source, self._process, self._purpose.target, self._failure, self._effect),
             )

@@ -196,7 +196,7 @@ class StragglerDetector:
         if missing and not self._said_missing:
             self._said_missing = True
             logger.info(
-                "what a late replica's host has to do with it is not known without %s: pip install "
+                "causes on the host of a late replica are unknown without %s: pip install "
                 "'adaptra-megatron[monitor]' on all hosts",
                 " and ".join(missing),
             )
@@ -247,7 +247,7 @@ class JudgeProcess:
         try:
             self._reports[self._cells[rank]] = report_of(report)
         except ValueError as cause:
-            logger.warning("what rank %d reports of its arrivals cannot be taken in: %s", rank, cause)
+            logger.warning("the report of rank %d on its arrivals cannot be decoded: %s", rank, cause)
 
 
 async def _work(channel: socket.socket, listener: socket.socket) -> None:

@@ -199,7 +199,7 @@ def _opened(path: Path) -> TextIO:
 
 def _header(path: Path, line: str) -> TraceHeader:
     if not line.endswith("\n"):
-        raise TraceError(f"{path} is empty: its rank died before it wrote the header")
+        raise TraceError(f"{path} is empty: its rank failed before it wrote the header")
     try:
         header = json.loads(line)
         version, rank, stage, offset_s = (header[key] for key in ("version", "rank", "stage", "clock_offset_s"))

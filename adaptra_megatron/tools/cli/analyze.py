@@ -16,7 +16,7 @@ Replay a recorded job: what is slow, since when, what it costs, and what each re
 
 TRACE is an op-level trace in Parquet, the directory that a run was given by --adaptra-trace-dir, a Chrome trace whose
 forwards and backwards are named, or a directory of such traces, one per rank. Exit status 1: the replay does not
-explain the recording, so nothing is said of causes; 2: it cannot be read.
+explain the recording, so causes are unknown; 2: it cannot be read.
 """
 
 
@@ -33,10 +33,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no other file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--stages", type=count, metavar="COUNT", help="pipeline size, where traces of many ranks do not say it"
+        "--stages", type=count, metavar="COUNT", help="pipeline size, if the traces of many ranks lack it"
     )
     parser.add_argument(
-        "--replicas", type=count, metavar="COUNT", help="replicas, where ranks share a stage and do not say it"
+        "--replicas", type=count, metavar="COUNT", help="number of replicas, if ranks share stages and traces lack it"
     )
     parser.add_argument(
         "--activation-gib",

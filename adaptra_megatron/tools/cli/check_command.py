@@ -125,7 +125,7 @@ def _document_of_flags(flags: SimpleNamespace) -> Mapping[str, Any]:
 
 def _say_missing(path: Path, missing: Sequence[str]) -> None:
     if missing:
-        print(f"{path} inherits from what is not there, and is judged without: {', '.join(missing)}", file=sys.stderr)
+        print(f"{path} inherits from missing files, and is judged without them: {', '.join(missing)}", file=sys.stderr)
 
 
 def _settings_of_entry(place: str, entry: Any, words: Sequence[str]) -> dict[str, SimpleNamespace]:

@@ -22,8 +22,8 @@ _REPORT = """\
 Explain a run on one HTML page: what happened, where the time went, which links were slow, what plans gained.
 
 RUN is the directory that the run was given by --adaptra-trace-dir; of a run on several hosts, a directory with the
-files of all of them. The page needs no network and no other file. It is made of what is there: what is missing or
-damaged is said on top of it and on stderr.
+files of all of them. The page needs no network and no other file. It uses all files that can be read;
+missing or damaged ones are named at its top and on stderr.
 """
 
 
@@ -43,7 +43,7 @@ def add_report_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "--iterations",
         type=_iterations,
         metavar="8,12,40",
-        help="iterations whose timelines to draw, in the page's numbers, which are Megatron's where the log tells them "
+        help="iterations whose timelines to draw, in the page's numbers, which are Megatron's if the log has them "
         "(default: a typical one of each part of the run)",
     )
     parser.add_argument("--title", default="", help="name of the run on the page (default: the directory's)")
@@ -87,12 +87,12 @@ def _iterations(text: str) -> list[int]:
 
 
 _STATUS = """\
-Say in a few lines how a job does: iteration and speed, slow links and stages, ranks that have died and what that
-costs, routes, and what to do.
+Describe the state of a job in a few lines: iteration and speed, slow links and stages, failed ranks and their cost,
+routes, and what to do.
 
 RUN is the directory that the job was given by --adaptra-trace-dir, with or without traces of all iterations.
 
-Exit status: 0 where nothing is to do, 3 where something is slow, dead, silent or failed, 2 for what cannot be read.
+Exit status: 0 if there is nothing to do, 3 if something is slow, dead, silent or failed, 2 if the run cannot be read.
 """
 SOMETHING_TO_DO = 3
 """Exit status that is no error, but means that somebody should look."""
@@ -102,17 +102,15 @@ def add_status_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
     """Add `status` to the commands of `adaptra`."""
     parser = commands.add_parser(
         "status",
-        help="say how a running job does, and what to do",
+        help="describe the state of a running job, and what to do",
         description=_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="RUN", help="the run's --adaptra-trace-dir")
-    parser.add_argument(
-        "--follow", action="store_true", help="say it again and again, until the run has ended or is silent"
-    )
+    parser.add_argument("--follow", action="store_true", help="repeat until the run has ended or is silent")
     parser.add_argument("--json", action="store_true", help="one line of JSON (each time) instead of text")
     parser.add_argument(
-        "--interval-s", type=seconds, default=5.0, metavar="SECONDS", help="from one time to the next (default: 5)"
+        "--interval-s", type=seconds, default=5.0, metavar="SECONDS", help="between repetitions (default: 5)"
     )
     parser.set_defaults(run=_run_status)
 

@@ -30,7 +30,7 @@ LOOK_AGAIN_S = 0.2
 _TRACE = """\
 Join the traces of all ranks of RUN to one file for ui.perfetto.dev.
 
-With --request, first ask the job that runs for iterations: `next`, `next-5`, `last`, `last-5`, `120` or `120-125`,
+With --request, first ask the running job for iterations: `next`, `next-5`, `last`, `last-5`, `120` or `120-125`,
 as Megatron's log counts them. That is the same as `touch RUN/requests/next-5`, which any host that sees the directory
 can do.
 """
@@ -104,14 +104,14 @@ def wait_until_read(request: Path, timeout_s: float, question: str) -> None:
 
 
 _POLICY = """\
-Have a job that runs go by another policy, without a restart. It begins in the same iteration on all ranks of a replica,
-the next but one after the job has read it, and the log says so.
+Switch a running job to another policy, without a restart. All ranks of a replica switch in the same iteration, the
+second one after the job has read the request, and the log says so.
 
-  observe  Megatron's own order, by the preferred path of each link; measuring goes on, and `adapt` can be asked for
-           later. Compare iteration times of both: "is it us?"
-  off      the same, and nothing is decided any more: no rank waits for a decision, or talks to the job's store in an
-           iteration. For the rest of the run, for nobody listens any more
-  adapt    plans again, from the beginning; for jobs that were started with it
+  observe    Megatron's own order, on the preferred path of each link; measuring continues, and `adapt` can be
+             requested later. Compare iteration times of both to see the effect of adaptra
+  off        the same, and nothing is decided: no rank waits for a decision, or uses the job's store in an iteration.
+             It lasts for the rest of the run, because no rank reads requests any longer
+  adapt      plans again, from the beginning; only for jobs that were started with it
 
 Both paths of a link stay, so that one that fails is still replaced by the other.
 
@@ -128,7 +128,7 @@ def add_policy_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="RUN", help="the run's --adaptra-trace-dir")
-    parser.add_argument("policy", choices=POLICIES, help="what to go by")
+    parser.add_argument("policy", choices=POLICIES, help="the new policy")
     parser.add_argument(
         "--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="longest wait for the job (default: 120)"
     )

@@ -178,11 +178,11 @@ def _notes_of(file: FileRanges, *, alone: bool) -> Iterator[str]:
         yield f"{file.insides} ranges{where} inside other forwards and backwards are parts of them{apart}."
     if file.divided:
         yield (
-            f"{file.divided} ranges{where} hold a forward and a backward (OVERLAP_F_B): divided by what each "
-            "takes alone."
+            f"{file.divided} ranges{where} hold a forward and a backward (OVERLAP_F_B): divided in proportion to "
+            "their times alone."
         )
     if file.waits:
-        yield f"{file.waits} ranges{where} contain the wait for their message: it is taken away."
+        yield f"{file.waits} ranges{where} contain the wait for their message: it is removed."
     if file.unfinished:
         yield f"The list of events{where} has no end: the process that wrote it was killed."
 

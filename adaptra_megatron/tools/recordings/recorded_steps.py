@@ -391,5 +391,7 @@ def without_waits(steps: Iterable[RecordedStep], notes: list[str]) -> list[Recor
             )
         )
     if count:
-        notes.append(f"{count} ranges contain the wait for their message: it is taken away, as far as others tell it.")
+        notes.append(
+            f"{count} ranges contain the wait for their message: it is removed, as far as other ranges show it."
+        )
     return found

@@ -156,7 +156,7 @@ def read_run(directory: Path | str, progress: Progress | None = None) -> RunReco
     numbered = numbering.of if events else numbered_by_traces(traces)
     missing += cut_short(traces, numbered)
     if traces and events and all(found.stamp.rank != traces[0].rank for found in events):
-        missing.append(f"rank {traces[0].rank} left no log: what was found and planned is not known")
+        missing.append(f"rank {traces[0].rank} left no log: findings and plans are unknown")
     decided_here = of_replica(traces[0].rank if traces else 0, events)
     attempts = _iterations(traces, found.stages)
     # After a rank failure, an iteration is run again under the same number: the later attempt was committed.

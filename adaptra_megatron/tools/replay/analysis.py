@@ -116,20 +116,20 @@ def doubt_of(
 
     if abs(replayed := off(replayed_s)) > CREDIBLE:
         return (
-            f"replayed, a step takes {abs(replayed):.0%} {'longer' if replayed > 0 else 'less'} than was recorded: "
-            "actions began before what they are taken to wait for was over. Stages, micro-batches or clocks are others "
-            "than the recording says, or actions of a stage ran side by side"
+            f"replayed, a step takes {abs(replayed):.0%} {'longer' if replayed > 0 else 'less'} than recorded: actions "
+            "began before the end of those that they should have waited for. The recording names wrong stages, "
+            "micro-batches or clocks, or actions of a stage overlapped"
         )
     if abs(prompt := off(prompt_s)) > CREDIBLE:
         return (
-            f"for {abs(prompt):.0%} of a step nothing that was recorded runs or is waited for: hosts launch late "
+            f"in {abs(prompt):.0%} of a step, no recorded work runs or is waited for: hosts launch late "
             "(garbage collection, data loading, processes that share cores), or work is missing in the recording "
             "(collectives, the optimizer, other ranks, messages)"
         )
     if ideal_s > (1.0 + _TOO_LONG) * statistics.fmean(recorded_s):
         return (
             f"with every operation at the mean of its kind a step would take {ideal_s:.3g} s, longer than the "
-            f"{statistics.fmean(recorded_s):.3g} s that were recorded: some operations' times contain waits, or are of "
+            f"{statistics.fmean(recorded_s):.3g} s recorded: times of some operations include waits, or belong to "
             "other operations"
         )
     return ""

@@ -117,7 +117,7 @@ def _routes_of_failure(failed: RanksLost, iteration: int, events: Sequence[Stamp
     ]
     return Routes(
         number=None,
-        reason=f"lost {', '.join(failed.ranks)}: what dead cells have to do is computed by live cells of their stage",
+        reason=f"lost {', '.join(failed.ranks)}: live cells of the same stage compute the work of dead cells",
         since=iteration,
         micro_batches=None,
         predicted_s=(None, None),

@@ -330,7 +330,7 @@ def status_of(events: Sequence[StampedEvent], now_s: float) -> Status:
     wrote_s = max(found.stamp.wall_s for found in events)
     state, text, state_do = _state(events, now_s - wrote_s, seconds)
     recent_s = _recent(events, seconds)
-    stale = ["(what was found before ranks died or came back last may not be so any more)"]
+    stale = ["(findings from before ranks last failed or came back may be out of date)"]
     return Status(
         state=state,
         run=f"{_layout(events)}; {text}",
@@ -395,7 +395,7 @@ def _state(events: Sequence[StampedEvent], silent_s: float, seconds: dict[int, f
         return (
             "silent",
             f"silent for {age_text(silent_s)}: it hangs, or was killed",
-            ["look at the first rank whose log stops; a job that was killed goes on from its last checkpoint"],
+            ["look at the first rank whose log stops; a killed job continues from its last checkpoint"],
         )
     return "runs", f"runs, wrote {age_text(max(silent_s, 0.0))} ago", []
 
@@ -446,9 +446,11 @@ def _deaths(
     replicas, _ = _grid(events)
     dead = Counter(int(cell.split(".")[1]) for cell in left)
     lonely = [f"stage {stage}" for stage, count in sorted(dead.items()) if count == replicas - 1]
-    to_do = ["nothing at once: restart from the latest checkpoint with what died replaced, when it suits"]
+    to_do = ["nothing at once: restart from the latest checkpoint with failed parts replaced, when it suits"]
     if lonely:
-        to_do = [f"restart soon, with what died replaced: {listed(lonely)} has one cell left, whose death ends the job"]
+        to_do = [
+            f"restart soon, with failed parts replaced: {listed(lonely)} has one cell left, whose failure ends the job"
+        ]
     return texts, to_do
 
 

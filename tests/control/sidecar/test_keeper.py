@@ -159,7 +159,9 @@ def test_another_takes_over_what_runs_from_one_that_is_lost(
 def test_what_is_no_measurement_is_refused_and_the_next_round_is_taken(replica: Callable[..., Replica]) -> None:
     four = replica()
     four.report(four.job.measure(0.0))
-    with pytest.raises(NoDecisionError, match="measured in iteration 0 cannot be taken in: .*invalid field") as refused:
+    with pytest.raises(
+        NoDecisionError, match="measurements of iteration 0 cannot be decoded: .*invalid field"
+    ) as refused:
         four.take([(0, b"no measurement")])
     assert refused.value.until == 0
     assert four.decide(0.0).number == 0

@@ -47,7 +47,7 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SLOW_S = 1.0
 """By which a busy machine may be late."""
-UNREACHED = "cannot hand in what it measures"
+UNREACHED = "cannot send its measurements"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
 MTP = "--position-embedding-type rope --mtp-num-layers 1"
 UNTIED = "--untie-embeddings-and-output-weights"

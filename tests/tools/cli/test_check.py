@@ -338,7 +338,7 @@ def test_a_command_line_that_names_a_file_or_a_recipe(tmp_path: Path, capsys: py
         main(["check", "--json", "--", "run_grpo.py", *words])
         captured = capsys.readouterr()
         assert json.loads(captured.out)["verdict"] == verdict
-        assert "inherits from what is not there, and is judged without: base.yaml" in captured.err
+        assert "inherits from missing files, and is judged without them: base.yaml" in captured.err
     main(
         ["check", "--json", "--", "run_recipe.py", "--recipe", "x_peft_config", "model.pipeline_model_parallel_size=4"]
     )

@@ -132,7 +132,7 @@ def test_dead_ranks_are_named_with_what_they_cost(tmp_path: Path, capsys: pytest
     )
     assert said["routes"] == ["stage 1 of replica 1: 3 at replica 0 and 3 at replica 2, in each iteration"]
     assert said["to do"][0].startswith("nothing at once: restart from the latest checkpoint")
-    assert said["slow"][-1].startswith("(what was found before ranks died")
+    assert said["slow"][-1].startswith("(findings from before ranks last failed")
     later = RoutesChosen(number=2, reason="stage 1 of pipeline 0: slow", moved=((1, 1, 2, 6),))
     write_replicas(tmp_path / "later", 3, [(HEALTHY, 9), (LOST, 10), (SLOW_LINK, 11), (later, 12), (after, 12)])
     said = status(tmp_path / "later", capsys)
@@ -144,7 +144,7 @@ def test_a_stage_that_has_one_cell_left_is_urgent(tmp_path: Path, capsys: pytest
     write_replicas(tmp_path, 3, [(HEALTHY, 9), (LOST, 10), (replace(LOST, dead_cells=["0.1", "1.1"]), 11)])
     said = status(tmp_path, capsys)
     assert len(said["dead"]) == 2
-    assert said["to do"][0].startswith("restart soon, with what died replaced: stage 1 has one cell left")
+    assert said["to do"][0].startswith("restart soon, with failed parts replaced: stage 1 has one cell left")
 
 
 def test_a_run_that_is_silent_or_has_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

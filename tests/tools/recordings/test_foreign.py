@@ -733,7 +733,7 @@ def test_a_gap_that_nothing_explains_is_said_to_be_not_understood(
     status, told = analysed(capsys, path)
     assert status == 1
     assert not told["understood"]
-    assert "of a step nothing that was recorded runs or is waited for" in told["doubt"]
+    assert "of a step, no recorded work runs or is waited for" in told["doubt"]
     assert told["slowdown"] is None
     assert told["remedies"]["rows"] == []
     assert told["slowdown_by_link"] == {}

@@ -91,7 +91,7 @@ def test_of_a_directory_with_nothing_in_it_nothing_is_made(tmp_path: Path) -> No
     with pytest.raises(TraceError, match="--adaptra-trace-dir"):
         read_run(tmp_path)
     (tmp_path / "rank-00000.jsonl").touch()
-    with pytest.raises(TraceError, match="died before it wrote the header"):
+    with pytest.raises(TraceError, match="failed before it wrote the header"):
         read_run(tmp_path)
 
 

@@ -246,7 +246,7 @@ def add_what_if_options(parser: argparse.ArgumentParser) -> None:
         "--each-link",
         type=argument_type(link_values),
         metavar="latency=VALUE,occupancy=VALUE,bandwidth=VALUE",
-        help="the same of each link in turn: which one matters most",
+        help="the same for each link in turn, to find the one that matters most",
     )
     group.add_argument(
         "--slow-stage",

@@ -50,12 +50,12 @@ _GIB = {"": 1.0, "GiB": 1.0, "MiB": 2.0**-10}
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
     """Add `--lose`, `--win-back`, `--activation-gib` and `--exchange`."""
-    group = parser.add_argument_group("questions", "about what the what-if options or the costs say")
+    group = parser.add_argument_group("questions", "about the what-if options or the costs")
     group.add_argument(
         "--lose",
         type=argument_type(share),
         metavar="SHARE",
-        help="from which value of the range on an iteration takes this much longer, such as 5%%",
+        help="first value of the range at which an iteration takes this much longer, such as 5%%",
     )
     group.add_argument(
         "--win-back", action="store_true", help="how much of the loss more activations per stage would win back"
@@ -70,7 +70,7 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         type=argument_type(duration_s),
         metavar="DOWNTIME",
-        help="when a healthy job has made up for this much standstill, such as 20min",
+        help="when a repaired job has made up for this much downtime, such as 20min",
     )
 
 
@@ -207,7 +207,7 @@ class Exchange:
         self.iterations = downtime_s / self.gain_s if self.gain_s > 1e-6 * planned_s else None
         """Iterations until a healthy job is ahead; None if it never is."""
         self.after_s = None if self.iterations is None else self.iterations * planned_s
-        """Seconds from the beginning of the standstill."""
+        """Seconds from the beginning of the downtime."""
 
     def document(self) -> dict[str, Any]:
         """Return the result for JSON."""
@@ -216,10 +216,10 @@ class Exchange:
 
     def print_text(self) -> None:
         if self.iterations is None or self.after_s is None:
-            print("exchanging it wins nothing: the plan takes what a healthy job takes")
+            print("a repair saves nothing: the plan takes as long as a healthy job")
             return
         print(
-            f"exchanging it wins {self.gain_s:.3g} s per iteration: a standstill of {_time(self.downtime_s)} is made "
+            f"a repair saves {self.gain_s:.3g} s per iteration: a downtime of {_time(self.downtime_s)} is made "
             f"up for after {self.iterations:.0f} iterations, {_time(self.after_s)} after its beginning"
         )
 
@@ -242,9 +242,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `plan` to the commands of `adaptra`."""
     parser = commands.add_parser(
         "plan",
-        help="find the fastest schedule within the memory cap, and what is lost and could be won",
-        description="Find the fastest schedule within the memory cap; with replicas, one for all of them. Say what it\n"
-        "takes beside a healthy job, stock's order and the order that a healthy job would run.\n\n" + WHERE_COSTS_ARE,
+        help="find the fastest schedule within the memory cap, and compare it with a healthy job",
+        description="Find the fastest schedule within the memory cap; with replicas, one for all of them. Compare its\n"
+        "time with a healthy job, stock's order and the order that a healthy job would run.\n\n" + WHERE_COSTS_ARE,
     )
     parser.add_argument("--deadline-s", type=seconds, metavar="SECONDS", help="approximate planning time")
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the schedule to this file")

@@ -28,7 +28,7 @@ from adaptra_megatron.tools.report.simulated import Drawn, simulated_traces
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     """Add `--html`, `--trace` and `--timeline`."""
-    group = parser.add_argument_group("pictures", "of one set of costs; of several replicas, the slowest is drawn")
+    group = parser.add_argument_group("pictures", "for one set of costs; of several replicas, the slowest is drawn")
     group.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines that needs no other file")
     group.add_argument(
         "--trace",
@@ -242,7 +242,7 @@ def _spread(simulation: JobSimulation) -> tuple[float, float, float]:
 
 WHERE_COSTS_ARE = """\
 COSTS is a JSON file (docs/costs.md; - is stdin), the directory that a run was given by --adaptra-trace-dir (the costs
-of its latest plan, or of --plan N), one of its events-*.jsonl, or a trace as `adaptra analyze` takes it.
+of its latest plan, or of --plan N), one of its events-*.jsonl, or a trace as for `adaptra analyze`.
 """
 
 
@@ -259,14 +259,16 @@ class PresentedAnswer(Protocol):
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     """Add the costs, and all options that both commands have."""
     parser.add_argument("costs", type=Path, metavar="COSTS", help="file of costs, run, event log or trace")
-    parser.add_argument("--plan", type=int, metavar="N", help="of a run: whose costs to take (default: the latest's)")
+    parser.add_argument(
+        "--plan", type=int, metavar="N", help="plan of a run whose costs are used (default: the latest)"
+    )
     parser.add_argument(
         "--pipeline-size",
         type=count,
         metavar="COUNT",
-        help="of a trace of many ranks: stages, where it does not say it",
+        help="number of stages, if a trace of many ranks lacks it",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, of errors, too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, also for errors")
     parser.add_argument("--stages", action="store_true", help="also print a line for each stage")
     add_progress_option(parser)
     add_what_if_options(parser)

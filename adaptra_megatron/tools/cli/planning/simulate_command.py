@@ -33,15 +33,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `simulate` to the commands of `adaptra`."""
     parser = commands.add_parser(
         "simulate",
-        help="time a given schedule beside a healthy job, stock's order and a plan",
-        description="Time a schedule, in all replicas if there are some; classic ones may pass the memory cap.\n\n"
+        help="compare the time of a schedule with a healthy job, stock's order and a plan",
+        description="Time a schedule, in all replicas if there are several; classic ones may exceed the memory cap.\n\n"
         + WHERE_COSTS_ARE,
     )
     parser.add_argument(
         "--schedule",
         metavar="SCHEDULE",
         help=f"{', '.join(SCHEDULE_NAMES)}, or a CSV file in torch.distributed.pipelining's format; "
-        "may be left out where a what-if option has a range, and with --slow-cell and --dead",
+        "may be omitted if a what-if option has a range, and with --slow-cell and --dead",
     )
     parser.add_argument(
         "--blocking",

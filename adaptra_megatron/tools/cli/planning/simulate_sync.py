@@ -73,7 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "simulate-sync",
         help="time the synchronisation of gradients around a straggler",
-        description="Time all-reduces of gradients, from the moment at which the last replica is there, by a model of "
+        description="Time all-reduces of gradients from the arrival of the last replica, by a model of "
         "latency, bandwidth and delay; with --compute, also updates in each mode of --adaptra-sync-mode, as if "
         f"messages cost nothing, for up to {_MOST_REPLICAS} replicas.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,7 +84,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--size", required=True, type=argument_type(_sizes), metavar="SIZE[,SIZE...]", help="of gradients, as 1GiB"
     )
-    parser.add_argument("--delay", required=True, type=seconds, metavar="VALUE", help="of the last; may be a range")
+    parser.add_argument(
+        "--delay", required=True, type=seconds, metavar="VALUE", help="delay of the last replica; may be a range"
+    )
     parser.add_argument(
         "--bandwidth",
         required=True,
@@ -93,7 +95,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="of each replica's link, each way, as 100Gbit/s",
     )
     parser.add_argument("--latency", default=0.0, type=seconds, metavar="VALUE", help="of a message (default: 0)")
-    parser.add_argument("--compute", default=0.0, type=seconds, metavar="VALUE", help="of the others (default: 0)")
+    parser.add_argument(
+        "--compute", default=0.0, type=seconds, metavar="VALUE", help="computation of the other replicas (default: 0)"
+    )
     parser.add_argument(
         "--noise",
         default=0.0,
