@@ -26,6 +26,7 @@ import torch
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
 from adaptra_megatron.schedule.simulator import simulate
@@ -63,7 +64,7 @@ def pipeline(micro_batches: int, action_s: float = 1.0, stages: int = STAGES) ->
 
 def routed(replicas: int, micro_batches: int, dead: Sequence[Cell] = (), action_s: float = 1.0) -> RoutedPlan:
     """What live cells run."""
-    costs = RoutedCosts(replicas=(pipeline(micro_batches, action_s),) * replicas, dead=frozenset(dead))
+    costs = RoutedCosts(job=JobCosts(pipeline(micro_batches, action_s), replicas=replicas), dead=frozenset(dead))
     return plan_routed(costs, deadline_s=DEADLINE_S)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from adaptra_megatron.schedule.costs import uniform_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import routed_bound
 from testing.jobs.variants import Variant, run_variants
@@ -64,10 +65,8 @@ class Layout:
             backward_input_s=ACTION_MS / 1e3,
             backward_weight_s=ACTION_MS / 1e3,
         )
-        slow = even.with_tables(
-            {name: (tuple(factor * each for each in table[0]), *table[1:]) for name, table in even.tables().items()}
-        )
-        return routed_bound(RoutedCosts(replicas=(slow, *(even,) * (self.replicas - 1)))).seconds
+        slow = Override(replicas=(0,), slow_stages={0: factor})
+        return routed_bound(RoutedCosts(job=JobCosts(even, replicas=self.replicas, overrides=[slow]))).seconds
 
 
 def layout_of(text: str) -> Layout:

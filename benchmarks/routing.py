@@ -23,8 +23,8 @@ from routing_cases import check_plan, closed_form_s, equal_cells, random_dead, s
 
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
-from adaptra_megatron.schedule.jobs.job_costs import Override, job_costs
-from adaptra_megatron.schedule.routing.routed_costs import routed_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.simulator import simulate
 
@@ -172,10 +172,10 @@ def slow_table() -> list[str]:
                     max_in_flight=cap,
                 )
                 slow = Override(replicas=(0,), slow_stages={0: 1 / 0.42})
-                job = job_costs(base, replicas=4, overrides=[slow])
+                job = JobCosts(base, replicas=4, overrides=[slow])
                 order = one_f_one_b(2, micro_batches)
                 stock_s = max(simulate(order, group.costs, blocking=True).makespan_s for group in job.groups)
-                plan = plan_routed(routed_costs(job))
+                plan = plan_routed(RoutedCosts(job=job))
                 took_s = plan.simulation.period_s
                 moved = sum(len(move.micro_batches) for move in plan.routing.moves())
                 lines.append(
@@ -206,7 +206,7 @@ def time_table() -> list[str]:
         )
         slow = [Override(replicas=(number,), slow_stages={number % stages: 1.5}) for number in range(3)]
         dead = equal_cells(replicas, stages, 1, {(3, 1), (1, 2)}).dead
-        costs = routed_costs(job_costs(base, replicas=replicas, overrides=slow), dead=dead)
+        costs = RoutedCosts(job=JobCosts(base, replicas=replicas, overrides=slow), dead=frozenset(dead))
         wall, processor, gap = [], [], 0.0
         for _ in range(3):
             start = time.perf_counter(), time.process_time()

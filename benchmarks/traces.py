@@ -21,6 +21,7 @@ import pyarrow.parquet
 
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerMicroBatch
+from adaptra_megatron.schedule.jobs.job_costs import job_of
 from adaptra_megatron.schedule.routing.balance import balanced_replicas
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
@@ -205,10 +206,10 @@ def rebalanced(replicas: list[Costs]) -> list[Costs]:
 
 
 def routing_row(name: str, replicas: list[Costs], cap: float | None, split: bool = True) -> str:
-    capped = tuple(dataclasses.replace(costs, max_in_flight=(cap,) * costs.stages) for costs in replicas)
+    capped = [dataclasses.replace(costs, max_in_flight=(cap,) * costs.stages) for costs in replicas]
     stock = max(map(stock_s, capped))
     start = time.process_time()
-    plan = plan_routed(RoutedCosts(replicas=capped), split=split)
+    plan = plan_routed(RoutedCosts(job=job_of(capped)), split=split)
     planning_s = time.process_time() - start
     moved = sum(len(move.micro_batches) for move in plan.routing.moves())
     runs = sum(map(len, plan.routing.hosts))

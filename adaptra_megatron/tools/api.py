@@ -16,7 +16,7 @@ from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
-from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs, job_costs_from_json
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs_from_json
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
 from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, job_bound, simulate_job
 from adaptra_megatron.schedule.simulator import Simulation
@@ -206,7 +206,7 @@ def _count(given: Count) -> Value | None:
 
 
 def _job(costs: JobCosts | Costs) -> JobCosts:
-    return job_costs(costs) if isinstance(costs, Costs) else costs
+    return JobCosts(costs) if isinstance(costs, Costs) else costs
 
 
 def _changed(costs: JobCosts | Costs, changes: dict[str, Any]) -> JobCosts:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from adaptra_megatron.schedule.jobs.job_costs import (
     JobCosts,
     LinkChange,
     Override,
-    job_costs,
     job_costs_from_json,
+    job_of,
     ranges,
     worst_costs,
 )
@@ -58,11 +59,11 @@ def random_jobs(draw: st.DrawFn) -> JobCosts:
             )
         )
     sync_s = draw(st.just(()) | st.lists(st.floats(0.0, 0.2), min_size=base.stages, max_size=base.stages))
-    return job_costs(base, replicas=replicas, overrides=overrides, gradient_sync_s=sync_s)
+    return JobCosts(base, replicas=replicas, overrides=overrides, gradient_sync_s=sync_s)
 
 
 def test_equal_replicas_are_one_group_and_links_keep_what_is_not_changed() -> None:
-    job = job_costs(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE], ranks_per_stage=8)
+    job = JobCosts(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE], ranks_per_stage=8)
     assert [group.replicas for group in job.groups] == [(0, 4, 5), (1, 3), (2,)]
     assert (job.replicas, job.ranks, job.is_one_pipeline) == (6, 6 * 4 * 8, False)
     assert job.groups[0].costs == BASE
@@ -79,12 +80,37 @@ def test_equal_replicas_are_one_group_and_links_keep_what_is_not_changed() -> No
 
 def test_different_overrides_to_the_same_costs_are_one_group() -> None:
     same = [Override(replicas=(number,), links={(0, 1): LinkChange(0.5, 0.25)}) for number in (2, 0)]
-    job = job_costs(BASE, replicas=3, overrides=[*same, Override(replicas=(1,), links={(0, 1): LinkChange(0.5)})])
+    job = JobCosts(BASE, replicas=3, overrides=[*same, Override(replicas=(1,), links={(0, 1): LinkChange(0.5)})])
     assert [group.replicas for group in job.groups] == [(0, 2), (1,)]
-    everywhere = job_costs(BASE, replicas=3, overrides=[Override(slow_stages={0: 2.0})])
+    everywhere = JobCosts(BASE, replicas=3, overrides=[Override(slow_stages={0: 2.0})])
     assert [group.replicas for group in everywhere.groups] == [(0, 1, 2)]
     assert everywhere.groups[0].costs.forward_s[0] == (0.04,)
     assert ranges((0, 1, 2, 4, 6, 7)) == "0-2, 4, 6-7"
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=random_jobs())
+def test_a_job_of_pipelines_has_their_costs(job: JobCosts) -> None:
+    pipelines = [group.costs for group in job.groups for _ in group.replicas]
+    found = job_of(pipelines, gradient_sync_s=job.gradient_sync_s)
+    order = gpipe(job.base.stages, job.base.micro_batches, chunks=job.base.chunks)
+    assert simulate_job(order, found).makespan_s == simulate_job(order, job).makespan_s
+    for group in found.groups:
+        for costs in (pipelines[replica] for replica in group.replicas):
+            assert group.costs.tables() == costs.tables()
+            assert group.costs.micro_batch_factors == costs.micro_batch_factors
+            assert all(group.costs.link(*ends) == costs.link(*ends) for ends in group.costs.links)
+
+
+def test_what_replicas_share_is_the_same_in_all() -> None:
+    whole = BASE.with_tables({"backward_s": BASE.forward_s})
+    with pytest.raises(CostError, match="max_in_flight of replica 1 is unlike that of replica 0"):
+        job_of([BASE, dataclasses.replace(BASE, max_in_flight=(5,) * 4)])
+    for pipelines in ([BASE, whole], [whole, BASE]):
+        with pytest.raises(CostError, match="backward_s of replica 1 is unlike that of replica 0"):
+            job_of(pipelines)
+    with pytest.raises(CostError, match="an override has backward_s, the costs have forward_s"):
+        JobCosts(BASE, replicas=2, overrides=[Override(replicas=(1,), tables={"backward_s": BASE.forward_s})])
 
 
 DOCUMENT: dict[str, Any] = {
@@ -103,7 +129,7 @@ def test_a_job_is_read_from_json() -> None:
     replicas = {"count": 6, "overrides": [slow_link, {"replicas": [2], "slow_stages": [{"stage": 3, "factor": 1.25}]}]}
     more = {"replicas": replicas, "ranks_per_stage": 8, "gradient_sync_s": 0.1, "message_bytes": 1 << 20}
     job = job_costs_from_json({**DOCUMENT, **more})
-    expected = job_costs(
+    expected = JobCosts(
         BASE,
         replicas=6,
         overrides=[SLOW_LINK, SLOW_STAGE],
@@ -112,7 +138,7 @@ def test_a_job_is_read_from_json() -> None:
         message_bytes=1 << 20,
     )
     assert job == expected
-    assert job_costs_from_json({**DOCUMENT, "replicas": 6}) == job_costs(BASE, replicas=6)
+    assert job_costs_from_json({**DOCUMENT, "replicas": 6}) == JobCosts(BASE, replicas=6)
     assert job_costs_from_json(DOCUMENT).is_one_pipeline
     table = {"count": 2, "overrides": [{"replicas": ["0-1"], "forward_s": [0.01, 0.02, 0.03, 0.04]}]}
     assert job_costs_from_json({**DOCUMENT, "replicas": table}).groups[0].costs.forward_s[2] == (0.03,)
@@ -211,7 +237,7 @@ def test_another_plan_can_beat_the_one_for_the_slowest_of_everything() -> None:
         Override(replicas=(number,), links=dict.fromkeys(both_ways(link), LinkChange(latency_s)), slow_stages=stages)
         for number, (link, latency_s, stages) in enumerate(slow)
     ]
-    job = job_costs(base, replicas=len(overrides), overrides=overrides)
+    job = JobCosts(base, replicas=len(overrides), overrides=overrides)
     found = plan_job(job)
     worst = simulate_job(plan(worst_costs(job.groups)).schedule, job).makespan_s
     assert found.simulation.makespan_s < 0.995 * worst
@@ -234,7 +260,7 @@ def both_ways(link: int) -> tuple[tuple[int, int], tuple[int, int]]:
 def test_the_cause_of_the_slowest_replica_is_named(
     overrides: list[Override], slowest: tuple[int, ...], what: str, schedule: Any
 ) -> None:
-    job = job_costs(BASE, replicas=4, overrides=overrides)
+    job = JobCosts(BASE, replicas=4, overrides=overrides)
     if schedule is None and (overrides, slowest) == ([SLOW_LINK, SLOW_STAGE], (1, 3)):
         slowest, what = (2,), "stage 3"  # online dispatch hides the link
     found = simulate_job(schedule, job)
@@ -249,23 +275,23 @@ def test_a_slow_link_of_all_replicas_is_a_cause_too() -> None:
     costs = uniform_costs(
         4, 12, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02, links={(1, 2): LinkCost(0.2)}
     )
-    job = job_costs(costs, replicas=2)
+    job = JobCosts(costs, replicas=2)
     cause = find_cause(simulate_job(zb_h1(4, 12), job))
     assert cause is not None
     assert cause.what == "link 1-2"
-    even = job_costs(BASE, replicas=2).changed(Override(links={(0, 1): LinkChange(0.0, 0.0)}))
+    even = JobCosts(BASE, replicas=2, overrides=[Override(links={(0, 1): LinkChange(0.0, 0.0)})])
     assert find_cause(simulate_job(zb_h1(4, 12), even)) is None
 
 
 def test_progress_counts_distinct_replicas() -> None:
     told: list[tuple[str, int, int]] = []
-    job = job_costs(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE])
+    job = JobCosts(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE])
     simulate_job(one_f_one_b(4, 12), job, blocking=True, progress=lambda *what: told.append(what))
     assert told == [("simulating replicas", done, 3) for done in (1, 2, 3)]
 
 
 def test_blocking_replicas_take_what_each_takes_alone() -> None:
-    job = job_costs(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE])
+    job = JobCosts(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE])
     order = one_f_one_b(4, 12)
     alone = [simulate(order, group.costs, blocking=True) for group in job.groups]
     found = simulate_job(order, job, blocking=True)
@@ -275,4 +301,4 @@ def test_blocking_replicas_take_what_each_takes_alone() -> None:
 
 def test_a_schedule_that_does_not_fit_is_refused() -> None:
     with pytest.raises(SimulationError, match="the schedule has 5 micro_batches, the costs have 12"):
-        simulate_job(zb_h1(4, 5), job_costs(BASE, replicas=2))
+        simulate_job(zb_h1(4, 5), JobCosts(BASE, replicas=2))

@@ -26,7 +26,7 @@ from adaptra_megatron.schedule.costs import (
 )
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.ir import Place, Placement, Schedule, ScheduleError, interleaved, v_shape
-from adaptra_megatron.schedule.jobs.job_costs import job_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.jobs.job_simulation import job_bound, simulate_job
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.schedule_checks import check_schedule
@@ -178,6 +178,6 @@ def test_schedule_and_costs_of_different_placements_do_not_fit() -> None:
 @settings(max_examples=40, deadline=None)
 @given(random_costs(placed=True, whole=True), st.integers(1, 3))
 def test_a_jobs_bound_holds_for_any_placement(costs: Costs, replicas: int) -> None:
-    job = job_costs(costs, replicas=replicas, gradient_sync_s=[0.01] * costs.stages)
+    job = JobCosts(costs, replicas=replicas, gradient_sync_s=[0.01] * costs.stages)
     simulation = simulate_job(plan(costs, deadline_s=0.0).schedule, job)
     assert job_bound(job).seconds <= simulation.makespan_s

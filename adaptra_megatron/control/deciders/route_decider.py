@@ -22,6 +22,7 @@ from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.sidecar.planner_client import RoutePolicy
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override
 from adaptra_megatron.schedule.routing import routed_plans as plans
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, RoutingError
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
@@ -164,6 +165,15 @@ def cell_tables(costs: Costs, estimates: Estimates, pipelines: Iterable[int]) ->
     return found
 
 
+def job_with(costs: Costs, tables: Sequence[Tables]) -> JobCosts:
+    """Return the job whose replicas cost `costs` with `tables`, one entry per replica."""
+    factors = costs.micro_batch_factors
+    overrides = [
+        Override(replicas=(replica,), tables=table, micro_batch_factors=factors) for replica, table in enumerate(tables)
+    ]
+    return JobCosts(costs, replicas=len(tables), overrides=overrides)
+
+
 def _of_lanes(estimates: Estimates, lanes: Iterable[int], stage: int, kind: str, chunk: int) -> list[float]:
     known = (estimates.stages.get(StageId(first, stage)) for first in lanes)
     durations = (lane.durations_s.get((kind, chunk)) for lane in known if lane is not None)
@@ -289,8 +299,7 @@ class RouteDecider:
             return self._go_home(context)
         costs = dataclasses.replace(known, backward_s=None)
         try:
-            replicas = tuple(costs.with_tables(table) for table in tables)
-            routed = RoutedCosts(replicas=replicas, pinned=frozenset(self._policy.pinned))
+            routed = RoutedCosts(job=job_with(costs, tables), pinned=frozenset(self._policy.pinned))
         except RoutingError as why:
             self._refused = True
             logger.warning("micro-batches cannot be routed around slow cells: %s", why)
@@ -433,10 +442,8 @@ class LiveCellDecider:
         known = dataclasses.replace(context.costs, backward_s=None)
         tables = [cell_tables(known, context.estimates, lanes) for lanes in self._policy.pipelines]
         self._speeds = cell_speeds(seconds_of(tables, without=self._policy.dead))
-        costs = (known,) * len(tables)
-        if self._policy.avoids_slow:
-            costs = tuple(known.with_tables(table) for table in tables)
-        routed = RoutedCosts(replicas=costs, dead=frozenset(self._policy.dead))
+        job = job_with(known, tables) if self._policy.avoids_slow else JobCosts(known, replicas=len(tables))
+        routed = RoutedCosts(job=job, dead=frozenset(self._policy.dead))
         reason = self._reason(context, routed)
         if not reason:
             return None
@@ -490,5 +497,5 @@ def _pays(plan: RoutedPlan, runs: RoutedSimulation, costs: RoutedCosts) -> bool:
     if plan.simulation.period_s <= (1.0 - LEAST_GAIN) * runs.period_s:
         return True
     stages, peaks = costs.stages, runs.peak_in_flight
-    replicas = range(len(costs.replicas))
+    replicas = range(costs.job.replicas)
     return any(costs.replicas[each].stages_over_cap(peaks[each * stages : (each + 1) * stages]) for each in replicas)

@@ -27,6 +27,7 @@ from adaptra_megatron.megatron.gradients.gradient_sync import gather_parameters
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.routing.interleaved import dispatch_interleaved, routing_around
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
@@ -103,7 +104,8 @@ class DegradedRoutes:
         if costs.chunks > 1:
             simulation = dispatch_interleaved(costs, routing_around(dead, count, costs.stages, costs.micro_batches))
         else:
-            simulation = plan_routed(RoutedCosts(replicas=(costs,) * count, dead=dead), split=split).simulation
+            job = JobCosts(costs, replicas=count)
+            simulation = plan_routed(RoutedCosts(job=job, dead=dead), split=split).simulation
         if names := ", ".join(f"stage {cell.stage} of replica {cell.replica}" for cell in sorted(dead)):
             text = "%d micro-batches a replica: those of %s are computed by live replicas"
             logger.info(text, costs.micro_batches, names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from adaptra_megatron.schedule.costs import (
@@ -24,7 +24,6 @@ from adaptra_megatron.schedule.costs import (
     micro_batches_from_json,
     table_from_json,
 )
-from adaptra_megatron.schedule.ir import Placement
 
 MOST_REPLICAS = 1 << 20
 
@@ -34,6 +33,7 @@ class LinkChange(NamedTuple):
 
     latency_s: float | None = None
     occupancy_s: float | None = None
+    rendezvous: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +45,24 @@ class Override:
     links: Mapping[tuple[int, int], LinkChange] = field(default_factory=dict)
     tables: Mapping[str, PerChunk] = field(default_factory=dict)
     """New seconds per stage and chunk, by the names of `Costs.tables`."""
-    micro_batches: Mapping[str, PerMicroBatch] = field(default_factory=dict)
-    """New seconds per stage, chunk and micro-batch, by the same names."""
+    micro_batch_factors: Mapping[str, PerMicroBatch] = field(default_factory=dict)
+    """Factors of micro-batches on `tables`; a table without factors is the same for all micro-batches."""
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     """Factor on all seconds of a stage: 1.3 for a GPU that takes 30% longer."""
 
     def applied_to(self, costs: Costs) -> Costs:
         """Return `costs` with these changes. Raises CostError for an unknown stage or link."""
-        kept = {name: table for name, table in costs.micro_batch_factors.items() if name not in self.tables}
-        costs = dataclasses.replace(costs.with_tables(self.tables), micro_batch_factors=kept)
-        costs = costs.with_micro_batches(self.micro_batches)
         tables = costs.tables()
+        if unknown := sorted(self.tables.keys() - tables.keys()):
+            raise CostError(f"an override has {unknown[0]}, the costs have {', '.join(tables)}")
+        factors = {name: table for name, table in costs.micro_batch_factors.items() if name not in self.tables}
+        links = dict(costs.links)
+        for ends, change in self.links.items():
+            given = {name: value for name, value in change._asdict().items() if value is not None}
+            links[ends] = costs.link(*ends)._replace(**given)
+        changes: dict[str, Any] = {**self.tables, "micro_batch_factors": {**factors, **self.micro_batch_factors}}
+        costs = dataclasses.replace(costs, links=links, **changes)
+        tables = {**tables, **self.tables}
         for stage, factor in self.slow_stages.items():
             if not 0 <= stage < costs.stages:
                 raise CostError(f"slow stage {stage} is none of the stages 0..{costs.stages - 1}")
@@ -64,12 +71,7 @@ class Override:
             for name, table in tables.items():
                 slow = tuple(factor * seconds for seconds in table[stage])
                 tables[name] = (*table[:stage], slow, *table[stage + 1 :])
-        links = dict(costs.links)
-        for (source, target), change in self.links.items():
-            before = costs.link(source, target)
-            given = {name: seconds for name, seconds in change._asdict().items() if seconds is not None}
-            links[source, target] = before._replace(**given)
-        return dataclasses.replace(costs, links=links).with_tables(tables)
+        return costs.with_tables(tables) if self.slow_stages else costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +85,45 @@ class ReplicaGroup:
         return f"replica{'s' if len(self.replicas) > 1 else ''} {ranges(self.replicas)}"
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class JobCosts:
-    """Costs of one iteration of a job; created by `job_costs` or `job_costs_from_json`."""
+    """Costs of one iteration of a job: `replicas` pipelines, which cost `base` with `overrides` in their order. A
+    pipeline is a job of one replica.
+
+    Raises CostError at construction for counts below 1 and for unknown replicas, stages and links.
+    """
 
     base: Costs
     """Costs of a replica without overrides."""
-    overrides: tuple[Override, ...]
-    groups: tuple[ReplicaGroup, ...]
-    """Groups of equal replicas, ordered by first replica; every replica is in exactly one."""
-    ranks_per_stage: int
+    _: KW_ONLY
+    replicas: int = 1
+    overrides: Sequence[Override] = ()
+    ranks_per_stage: int = 1
     """Ranks that share the work of one stage of one replica: tensor x context parallel size."""
-    gradient_sync_s: tuple[float, ...]
-    """Per stage: seconds of the collective over all replicas at the end of the iteration."""
-    message_bytes: int | None
+    gradient_sync_s: Sequence[float] = ()
+    """Per stage: seconds of the collective over all replicas at the end of the iteration. Empty: 0 for all."""
+    message_bytes: int | None = None
     """Bytes of one activation or gradient on a link; None: unknown. Needed to turn a bandwidth into an occupancy."""
+    groups: tuple[ReplicaGroup, ...] = field(init=False, compare=False)
+    """Groups of equal replicas, ordered by first replica; every replica is in exactly one."""
+
+    def __post_init__(self) -> None:
+        nbytes = 1 if self.message_bytes is None else self.message_bytes
+        counts = {"replicas": self.replicas, "ranks_per_stage": self.ranks_per_stage, "message_bytes": nbytes}
+        for name, count in counts.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise CostError(f"{name} must be a whole number of at least 1, got {count!r}")
+        if self.replicas > MOST_REPLICAS:
+            raise CostError(f"replicas must be at most {MOST_REPLICAS}, got {self.replicas}")
+        sync_s = tuple(self.gradient_sync_s) or (0.0,) * self.base.stages
+        if len(sync_s) != self.base.stages:
+            raise CostError(f"gradient_sync_s has {len(sync_s)} entries for {self.base.stages} stages")
+        for stage, seconds in enumerate(sync_s):
+            if not is_number(seconds) or seconds < 0:
+                raise CostError(f"gradient_sync_s of stage {stage} must be seconds >= 0, got {seconds!r}")
+        object.__setattr__(self, "gradient_sync_s", sync_s)
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+        object.__setattr__(self, "groups", _groups(self.base, self.replicas, self.overrides))
 
     def __repr__(self) -> str:
         base = self.base
@@ -105,10 +131,6 @@ class JobCosts:
             f"<JobCosts: {base.stages} stages x {base.chunks} chunks, {base.micro_batches} micro-batches, "
             f"{self.replicas} replicas of {len(self.groups)} kinds>"
         )
-
-    @property
-    def replicas(self) -> int:
-        return sum(len(group.replicas) for group in self.groups)
 
     @property
     def ranks(self) -> int:
@@ -119,55 +141,28 @@ class JobCosts:
         """Return whether the job is a single pipeline without gradient synchronisation."""
         return self.replicas == 1 and not any(self.gradient_sync_s)
 
-    def placed(self, placement: Placement) -> JobCosts:
-        """Return the same job under another placement. Raises CostError as `Costs`."""
-        return dataclasses.replace(self, base=self.base.placed(placement)).changed()
 
-    def changed(self, *overrides: Override, replicas: int | None = None) -> JobCosts:
-        """Return the same job with more overrides, or another number of replicas. Raises CostError as `job_costs`."""
-        return job_costs(
-            self.base,
-            replicas=self.replicas if replicas is None else replicas,
-            overrides=(*self.overrides, *overrides),
-            ranks_per_stage=self.ranks_per_stage,
-            gradient_sync_s=self.gradient_sync_s,
-            message_bytes=self.message_bytes,
+_OWN = {"forward_s", "backward_input_s", "backward_weight_s", "backward_s", "links", "micro_batch_factors"}
+"""Fields of `Costs` in which replicas may differ."""
+
+
+def job_of(pipelines: Sequence[Costs], *, gradient_sync_s: Sequence[float] = ()) -> JobCosts:
+    """Return the job whose replicas cost what `pipelines` do. Raises CostError where these differ in what is shared."""
+    base, overrides = pipelines[0], []
+    ends = {ends for costs in pipelines for ends in costs.links}
+    for replica, costs in enumerate(pipelines[1:], start=1):
+        odd = [name for name in vars(costs) if name not in _OWN and getattr(costs, name) != getattr(base, name)]
+        if odd or costs.tables().keys() != base.tables().keys():
+            raise CostError(f"{'backward_s' if not odd else odd[0]} of replica {replica} is unlike that of replica 0")
+        overrides.append(
+            Override(
+                replicas=(replica,),
+                links={each: LinkChange(*cost) for each in ends if (cost := costs.link(*each)) != base.link(*each)},
+                tables=costs.tables(),
+                micro_batch_factors=costs.micro_batch_factors,
+            )
         )
-
-
-def job_costs(
-    base: Costs,
-    *,
-    replicas: int = 1,
-    overrides: Sequence[Override] = (),
-    ranks_per_stage: int = 1,
-    gradient_sync_s: Sequence[float] = (),
-    message_bytes: int | None = None,
-) -> JobCosts:
-    """Make the costs of `replicas` pipelines: `base`, changed by `overrides` in their order.
-
-    Empty `gradient_sync_s`: 0 for every stage. Raises CostError for counts below 1 and for unknown replicas, stages
-    and links.
-    """
-    for name, count in (("replicas", replicas), ("ranks_per_stage", ranks_per_stage), ("message_bytes", message_bytes)):
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise CostError(f"{name} must be a whole number of at least 1, got {count!r}")
-    if replicas > MOST_REPLICAS:
-        raise CostError(f"replicas must be at most {MOST_REPLICAS}, got {replicas}")
-    sync_s = tuple(gradient_sync_s) or (0.0,) * base.stages
-    if len(sync_s) != base.stages:
-        raise CostError(f"gradient_sync_s has {len(sync_s)} entries for {base.stages} stages")
-    for stage, seconds in enumerate(sync_s):
-        if not is_number(seconds) or seconds < 0:
-            raise CostError(f"gradient_sync_s of stage {stage} must be seconds >= 0, got {seconds!r}")
-    return JobCosts(
-        base=base,
-        overrides=tuple(overrides),
-        groups=_groups(base, replicas, overrides),
-        ranks_per_stage=ranks_per_stage,
-        gradient_sync_s=sync_s,
-        message_bytes=message_bytes,
-    )
+    return JobCosts(base, replicas=len(pipelines), overrides=overrides, gradient_sync_s=gradient_sync_s)
 
 
 def worst_costs(groups: Sequence[ReplicaGroup]) -> Costs:
@@ -232,16 +227,16 @@ def _groups(base: Costs, replicas: int, overrides: Sequence[Override]) -> tuple[
     for replica, numbers in enumerate(changes):
         members.setdefault(numbers, []).append(replica)
     # Different overrides may come to the same costs.
-    equal: dict[tuple[Any, ...], ReplicaGroup] = {}
+    equal: dict[tuple[Any, ...], tuple[Costs, list[int]]] = {}
     for numbers, found in members.items():
         costs = base
         for number in numbers:
             costs = overrides[number].applied_to(costs)
         factors = tuple(sorted(costs.micro_batch_factors.items()))
         key = (*costs.tables().values(), tuple(sorted(costs.links.items())), factors)
-        others = equal[key].replicas if key in equal else ()
-        equal[key] = ReplicaGroup(replicas=tuple(sorted((*others, *found))), costs=costs)
-    return tuple(sorted(equal.values(), key=lambda group: group.replicas[0]))
+        equal.setdefault(key, (costs, []))[1].extend(found)
+    groups = (ReplicaGroup(replicas=tuple(sorted(found)), costs=costs) for costs, found in equal.values())
+    return tuple(sorted(groups, key=lambda group: group.replicas[0]))
 
 
 _JOB_FIELDS = ("replicas", "ranks_per_stage", "gradient_sync_s", "message_bytes")
@@ -273,7 +268,7 @@ def job_costs_from_json(document: Any) -> JobCosts:
     overrides = replicas.get("overrides", [])
     if not isinstance(overrides, list):
         raise CostError(f"overrides of replicas must be a list of objects, got {overrides!r}")
-    return job_costs(
+    return JobCosts(
         base,
         replicas=replicas["count"],
         overrides=[_override_from_json(entry, base) for entry in overrides],
@@ -291,6 +286,8 @@ def _override_from_json(entry: Any, base: Costs) -> Override:
     for link in _objects(entry, "links", {"from", "to"}, {"latency_s", "occupancy_s"}):
         links[link["from"], link["to"]] = LinkChange(link.get("latency_s"), link.get("occupancy_s"))
     given = {name: entry[name] for name in base.tables() if name in entry}
+    differ = {name: value for name, value in given.items() if is_per_micro_batch(value)}
+    varied = base.with_micro_batches({name: micro_batches_from_json(name, differ[name], base) for name in differ})
     slow = {entry["stage"]: entry["factor"] for entry in _objects(entry, "slow_stages", {"stage", "factor"}, set())}
     if not all(isinstance(number, int) for number in (*slow, *(end for ends in links for end in ends))):
         raise CostError("stages of an override of replicas must be whole numbers")
@@ -298,15 +295,10 @@ def _override_from_json(entry: Any, base: Costs) -> Override:
         replicas=replica_numbers(entry["replicas"]) if "replicas" in entry else None,
         links=links,
         tables={
-            name: table_from_json(name, value, base.stages, base.chunks)
+            name: varied.tables()[name] if name in differ else table_from_json(name, value, base.stages, base.chunks)
             for name, value in given.items()
-            if not is_per_micro_batch(value)
         },
-        micro_batches={
-            name: micro_batches_from_json(name, value, base)
-            for name, value in given.items()
-            if is_per_micro_batch(value)
-        },
+        micro_batch_factors={name: varied.micro_batch_factors[name] for name in differ},
         slow_stages=slow,
     )
 

@@ -79,8 +79,8 @@ def plan_routed(
     actions; at least one routing is made. `split` False: all backwards are whole. Raises ScheduleError for a
     `present` of another job.
     """
-    present = present or unrouted(len(costs.replicas), costs.stages, costs.micro_batches)
-    shape = (len(costs.replicas), costs.micro_batches, costs.stages)
+    present = present or unrouted(costs.job.replicas, costs.stages, costs.micro_batches)
+    shape = (costs.job.replicas, costs.micro_batches, costs.stages)
     if (present.replicas, present.micro_batches, len(present.hosts)) != shape:
         raise ScheduleError(
             f"the present routing is of {present.replicas} replicas with {present.micro_batches} micro-batches and "

@@ -54,7 +54,7 @@ def problem_from_routed(costs: RoutedCosts) -> _native.RoutedProblem:
         own_latency=[latency_s for latency_s, _ in own],
         own_occupancy=[occupancy_s for _, occupancy_s in own],
         given=[(number[source], number[target], *_alone(link)) for (source, target), link in costs.links.items()],
-        sync=costs.sync_s,
+        sync=costs.job.gradient_sync_s,
         staggered=costs.staggered,
         pinned=[stage in costs.pinned for stage in range(costs.stages)],
     )
@@ -69,7 +69,7 @@ def decode_hosts(hosts: Sequence[int], costs: RoutedCosts) -> Routing:
     """Return the routing that native hosts stand for."""
     count = costs.job_micro_batches
     rows = (tuple(hosts[stage * count : (stage + 1) * count]) for stage in range(costs.stages))
-    return Routing(len(costs.replicas), costs.micro_batches, tuple(rows))
+    return Routing(costs.job.replicas, costs.micro_batches, tuple(rows))
 
 
 def encode_orders(schedule: RoutedSchedule) -> list[list[int]]:
@@ -129,7 +129,7 @@ def simulate_routed(schedule: RoutedSchedule, costs: RoutedCosts) -> RoutedSimul
     the actions that wait.
     """
     routing = schedule.routing
-    shape = (len(costs.replicas), costs.stages, costs.micro_batches)
+    shape = (costs.job.replicas, costs.stages, costs.micro_batches)
     if (routing.replicas, schedule.stages, routing.micro_batches) != shape or len(schedule.orders) != len(costs.cells):
         raise SimulationError(
             f"the schedule is of {routing.replicas} replicas, {schedule.stages} stages and {routing.micro_batches} "

@@ -21,6 +21,7 @@ from functools import cached_property
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, PerMicroBatch
 from adaptra_megatron.schedule.ir import ScheduleError
+from adaptra_megatron.schedule.jobs.job_costs import job_of
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.routing.balance import balanced_replicas
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
@@ -233,8 +234,8 @@ def _routing(step: _Step) -> Remedy | None:
     replicas = step.pipelines.replicas
     if len(replicas) == 1 or replicas[0].chunks > 1:
         return None
-    capped = tuple(dataclasses.replace(costs, max_in_flight=step.peaks) for costs in replicas)
-    found = plan_routed(RoutedCosts(replicas=capped))
+    capped = [dataclasses.replace(costs, max_in_flight=step.peaks) for costs in replicas]
+    found = plan_routed(RoutedCosts(job=job_of(capped)))
     if not found.routing.moves():
         return None
     moved = sum(len(move.micro_batches) for move in found.routing.moves())

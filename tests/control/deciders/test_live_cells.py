@@ -18,6 +18,7 @@ from adaptra_megatron.control.detector.observations import Estimates, StageEstim
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.sidecar.planner_client import RoutePolicy
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.routing.routed_simulator import check_routed
@@ -83,7 +84,7 @@ def context(
 def running(number: int = 1, *, cap: float = 6.0) -> RoutingSection:
     """What live cells run before anything of them has been measured."""
     costs = replace(COSTS, max_in_flight=(cap,) * STAGES)
-    plan = plan_routed(RoutedCosts(replicas=(costs,) * REPLICAS, dead=frozenset({DEAD})))
+    plan = plan_routed(RoutedCosts(job=JobCosts(costs, replicas=REPLICAS), dead=frozenset({DEAD})))
     return RoutingSection(number, MICRO_BATCHES, moved_by(plan.routing), cell_orders(plan.simulation, costs))
 
 
@@ -91,7 +92,7 @@ def check_routes(routing: RoutingSection) -> None:
     """All that it says can run, without the dead cell."""
     schedule = schedule_of(routing.orders, REPLICAS, STAGES, routing.micro_batches)
     costs = replace(COSTS, micro_batches=routing.micro_batches)
-    check_routed(schedule, RoutedCosts(replicas=(costs,) * REPLICAS, dead=frozenset({DEAD})))
+    check_routed(schedule, RoutedCosts(job=JobCosts(costs, replicas=REPLICAS), dead=frozenset({DEAD})))
     assert not schedule.order(DEAD)
     assert moved_by(schedule.routing) == routing.moved
 
@@ -148,7 +149,7 @@ def test_other_iterations_and_less_memory_get_routes_of_their_own() -> None:
     assert tight is not None, "what runs would hold more"
     schedule = schedule_of(tight.orders, REPLICAS, STAGES, MICRO_BATCHES)
     costs = replace(COSTS, max_in_flight=(2.0,) * STAGES)
-    check_routed(schedule, RoutedCosts(replicas=(costs,) * REPLICAS, dead=frozenset({DEAD})))
+    check_routed(schedule, RoutedCosts(job=JobCosts(costs, replicas=REPLICAS), dead=frozenset({DEAD})))
 
 
 def test_a_planner_that_does_not_know_what_runs_plans_at_once() -> None:
@@ -165,5 +166,5 @@ def test_orders_that_have_travelled_are_the_schedule_that_they_are_of(
     cells = [Cell(replica, stage) for replica in range(1, replicas) for stage in range(stages)]
     dead = frozenset(data.draw(st.lists(st.sampled_from(cells), max_size=2)))
     costs = uniform_costs(stages, micro_batches, forward_s=1.0, backward_input_s=2.0, backward_weight_s=1.0)
-    plan = plan_routed(RoutedCosts(replicas=(costs,) * replicas, dead=dead), deadline_s=0.01)
+    plan = plan_routed(RoutedCosts(job=JobCosts(costs, replicas=replicas), dead=dead), deadline_s=0.01)
     assert schedule_of(cell_orders(plan.simulation, costs), replicas, stages, micro_batches) == plan.schedule

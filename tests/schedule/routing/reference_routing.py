@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.jobs.job_costs import job_of
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule
 
@@ -53,7 +54,7 @@ def reference_replay(schedule: RoutedSchedule, costs: RoutedCosts) -> tuple[Time
     ends: Times = [[] for _ in cells]
     busy = [False] * len(cells)
     link_free_s: dict[tuple[Cell, Cell], float] = defaultdict(float)
-    places = [(d, m) for d in range(len(costs.replicas)) for m in range(costs.micro_batches)]
+    places = [(d, m) for d in range(costs.job.replicas) for m in range(costs.micro_batches)]
     arrived: set[Result] = {(Kind.FORWARD, 0, d, m) for d, m in places}
     sequence = itertools.count()
     events: list[tuple[float, int, int | Result]] = []
@@ -108,7 +109,7 @@ def period_s(costs: RoutedCosts, starts: Times, ends: Times) -> float:
     for stage in range(costs.stages):
         here = [number for number, cell in enumerate(costs.cells) if cell.stage == stage and starts[number]]
         first = min(starts[number][0] for number in here) if costs.staggered else 0.0
-        found = max(found, max(ends[number][-1] for number in here) - first + costs.sync_s[stage])
+        found = max(found, max(ends[number][-1] for number in here) - first + costs.job.gradient_sync_s[stage])
     return found
 
 
@@ -134,7 +135,7 @@ def random_job(seed: int, *, max_stages: int = 5, max_replicas: int = 4, max_mic
         return tuple((tuple(rng.choice([0.5, 1.0, 3.0]) for _ in range(micro_batches)),) for _ in range(stages))
 
     neighbours = [(s, s + step) for s in range(stages) for step in (1, -1) if 0 <= s + step < stages]
-    pipelines = tuple(
+    pipelines = [
         Costs(
             stages=stages,
             chunks=1,
@@ -151,17 +152,13 @@ def random_job(seed: int, *, max_stages: int = 5, max_replicas: int = 4, max_mic
             },
         )
         for _ in range(replicas)
-    )
+    ]
     cells = [Cell(d, s) for d in range(replicas) for s in range(stages)]
     dead = {Cell(d, s) for s in range(stages) for d in rng.sample(range(replicas), rng.randint(0, replicas - 1) // 2)}
     pairs = [(a, b) for a in cells for b in cells if abs(a.stage - b.stage) == 1]
-    return RoutedCosts(
-        replicas=pipelines,
-        dead=frozenset(dead),
-        links={ends: LinkCost(seconds(), seconds()) for ends in rng.sample(pairs, min(len(pairs), rng.randint(0, 6)))},
-        sync_s=tuple(seconds() for _ in range(stages)),
-        staggered=rng.random() < 0.3,
-    )
+    given = {ends: LinkCost(seconds(), seconds()) for ends in rng.sample(pairs, min(len(pairs), rng.randint(0, 6)))}
+    job = job_of(pipelines, gradient_sync_s=[seconds() for _ in range(stages)])
+    return RoutedCosts(job=job, dead=frozenset(dead), links=given, staggered=rng.random() < 0.3)
 
 
 random_jobs = st.integers(0, 1 << 32).map(random_job)

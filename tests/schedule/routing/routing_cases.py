@@ -9,6 +9,7 @@ from reference_routing import period_s, reference_replay
 
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_of
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan
 from adaptra_megatron.schedule.routing.routed_simulator import check_routed, simulate_routed
@@ -20,12 +21,12 @@ def equal_cells(
     """Cells of one second per F, I and W, and free memory."""
     costs = uniform_costs(stages, micro_batches, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
     cells = frozenset(Cell(*cell) for cell in dead or ())
-    return RoutedCosts(replicas=(costs,) * replicas, dead=cells, staggered=staggered)
+    return RoutedCosts(job=JobCosts(costs, replicas=replicas), dead=cells, staggered=staggered)
 
 
 def closed_form_s(costs: RoutedCosts) -> float:
     """ReCycle's staggered period of `equal_cells`: that of 1F1B without a fault, or the work of the busiest peer."""
-    micro_batches, replicas = costs.micro_batches, len(costs.replicas)
+    micro_batches, replicas = costs.micro_batches, costs.job.replicas
     busiest = 0
     for stage in range(costs.stages):
         dead = sum(cell.stage == stage for cell in costs.dead)
@@ -51,7 +52,7 @@ def small_job(seed: int) -> RoutedCosts:
         )
 
     dead = frozenset({Cell(0, rng.randrange(stages))}) if rng.random() < 0.5 else frozenset()
-    return RoutedCosts(replicas=(pipeline(rng.choice([1.0, 2.0, 3.0])), pipeline(1.0)), dead=dead)
+    return RoutedCosts(job=job_of([pipeline(rng.choice([1.0, 2.0, 3.0])), pipeline(1.0)]), dead=dead)
 
 
 def check_plan(plan: RoutedPlan, costs: RoutedCosts) -> None:

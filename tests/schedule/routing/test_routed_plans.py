@@ -15,10 +15,10 @@ from routing_cases import check_plan, closed_form_s, equal_cells, random_dead, s
 
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import one_f_one_b
-from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.ir import Kind, ScheduleError
-from adaptra_megatron.schedule.jobs.job_costs import Override, job_costs
-from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, RoutingError, routed_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override, job_of
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, RoutingError
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed, routed_bound
 from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedMessage, unrouted
 from adaptra_megatron.schedule.routing.routed_simulator import check_routed, simulate_routed
@@ -44,12 +44,12 @@ def test_any_routing_dispatched_is_no_faster_than_the_bound_and_replays_alike(se
     costs, rng = random_job(seed), random.Random(seed)
     hosts = tuple(
         tuple(
-            rng.choice([d for d in range(len(costs.replicas)) if Cell(d, stage) not in costs.dead])
+            rng.choice([d for d in range(costs.job.replicas) if Cell(d, stage) not in costs.dead])
             for _ in range(costs.job_micro_batches)
         )
         for stage in range(costs.stages)
     )
-    routing = dataclasses.replace(unrouted(len(costs.replicas), costs.stages, costs.micro_batches), hosts=hosts)
+    routing = dataclasses.replace(unrouted(costs.job.replicas, costs.stages, costs.micro_batches), hosts=hosts)
     plan = plan_routed(costs, present=routing, least_gain=1.0, deadline_s=0.0)
     assert plan.kept
     assert plan.routing == routing
@@ -105,9 +105,9 @@ def test_within_five_percent_of_the_optimum(seed: int) -> None:
 def test_a_slow_cells_work_is_spread_by_speed() -> None:
     slow = Override(replicas=(0,), slow_stages={0: 1 / 0.42})
     base = uniform_costs(2, 16, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
-    job = job_costs(base, replicas=4, overrides=(slow,))
+    job = JobCosts(base, replicas=4, overrides=(slow,))
     stock_s = max(simulate(one_f_one_b(2, 16), group.costs).makespan_s for group in job.groups)
-    plan = plan_routed(routed_costs(job))
+    plan = plan_routed(RoutedCosts(job=job))
     assert stock_s / plan.simulation.period_s >= 1.85
     assert plan.gap <= 0.05
     assert plan.routing.counts()[Cell(0, 0)] == 7
@@ -116,7 +116,7 @@ def test_a_slow_cells_work_is_spread_by_speed() -> None:
 
 def test_nothing_is_moved_that_gains_too_little() -> None:
     base = uniform_costs(4, 16, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
-    job = routed_costs(job_costs(base, replicas=4, overrides=(Override(replicas=(1,), slow_stages={2: 1.3}),)))
+    job = RoutedCosts(job=JobCosts(base, replicas=4, overrides=(Override(replicas=(1,), slow_stages={2: 1.3}),)))
     kept = plan_routed(job, least_gain=0.3)
     assert kept.kept
     assert kept.routing.moves() == []
@@ -132,7 +132,7 @@ def test_nothing_is_moved_that_gains_too_little() -> None:
 def test_micro_batches_keep_their_length_wherever_they_run() -> None:
     base = uniform_costs(1, 2, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
     long = base.with_micro_batches({"forward_s": (((4.0, 4.0),),)})
-    costs = RoutedCosts(replicas=(long, base, base))
+    costs = RoutedCosts(job=job_of([long, base, base]))
     away = RoutedAction(Kind.FORWARD, 0, 1)
     assert duration(costs, Cell(1, 0), away) == 1.0
     plan = plan_routed(dataclasses.replace(costs, dead=frozenset({Cell(1, 0)})))
@@ -159,7 +159,7 @@ def test_messages_go_from_the_cell_that_made_them_to_the_one_that_needs_them() -
 def test_a_link_between_replicas_costs_the_worse_of_theirs_unless_it_is_given() -> None:
     fast = uniform_costs(2, 1, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
     slow = dataclasses.replace(fast, links={(0, 1): LinkCost(5.0)})
-    costs = RoutedCosts(replicas=(fast, slow), dead=frozenset({Cell(1, 1)}))
+    costs = RoutedCosts(job=job_of([fast, slow]), dead=frozenset({Cell(1, 1)}))
     assert link(costs, Cell(1, 0), Cell(0, 1)).latency_s == 5.0
     crossing = dataclasses.replace(unrouted(2, 2, 1), hosts=((0, 1), (0, 0)))
     across = plan_routed(costs, present=crossing, least_gain=1.0)
@@ -184,7 +184,7 @@ def test_bound_with_whole_backwards_is_that_of_one_f_one_b() -> None:
 def test_what_cannot_be_routed_is_refused_by_name() -> None:
     costs = uniform_costs(2, 4, chunks=2, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
     with pytest.raises(RoutingError, match="2 chunks per stage"):
-        RoutedCosts(replicas=(costs,))
+        RoutedCosts(job=JobCosts(costs))
     with pytest.raises(RoutingError, match="all 2 cells of stage 1 take no work"):
         equal_cells(2, 2, 4, {(0, 1), (1, 1)})
     with pytest.raises(RoutingError, match=r"cell 2\.0 is none of the 2 replicas x 2 stages"):
@@ -208,9 +208,6 @@ def test_schedules_that_cannot_run_are_refused() -> None:
     without = (schedule.orders[0][:-3], *schedule.orders[1:])
     with pytest.raises(ScheduleError, match=r"cell 0\.0"):
         check_routed(dataclasses.replace(schedule, orders=without), costs)
+    capped = JobCosts(dataclasses.replace(costs.job.base, max_in_flight=(1.0, 1.0)), replicas=2)
     with pytest.raises(ScheduleError, match="its cap is 1"):
-        check_routed(schedule, dataclasses.replace(costs, replicas=_with_cap(costs, 1.0)))
-
-
-def _with_cap(costs: RoutedCosts, cap: float) -> tuple[Costs, ...]:
-    return tuple(dataclasses.replace(each, max_in_flight=(cap,) * costs.stages) for each in costs.replicas)
+        check_routed(schedule, dataclasses.replace(costs, job=capped))

@@ -12,9 +12,9 @@ import pytest
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import zb_h1
 from adaptra_megatron.schedule.costs import uniform_costs
-from adaptra_megatron.schedule.jobs.job_costs import Override, job_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override
 from adaptra_megatron.schedule.jobs.job_simulation import simulate_job
-from adaptra_megatron.schedule.routing.routed_costs import routed_costs
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.tools.cli.main import main
 
@@ -32,7 +32,7 @@ def costs(tmp_path: Path) -> str:
 def test_a_dead_cell_in_figures(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", costs, "--replicas", "3", "--dead", "1.2", "--json"])
     said = json.loads(capsys.readouterr().out)
-    expected = plan_routed(routed_costs(job_costs(BASE, replicas=3), dead=[Cell(1, 2)]))
+    expected = plan_routed(RoutedCosts(job=JobCosts(BASE, replicas=3), dead=frozenset([Cell(1, 2)])))
     assert said["makespan_s"] == expected.simulation.period_s
     assert said["lower_bound_s"] == expected.lower_bound.seconds
     assert said["unrouted"] == {"schedule": "stock", "makespan_s": None, "planned_s": None}
@@ -50,7 +50,7 @@ def test_a_dead_cell_in_figures(costs: str, capsys: pytest.CaptureFixture[str]) 
 def test_a_slow_cell_beside_a_fixed_schedule(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["simulate", costs, "--replicas", "3", "--slow-cell", "1.2:2.4", "--schedule", "zb-h1", "--json"])
     said = json.loads(capsys.readouterr().out)
-    job = job_costs(BASE, replicas=3, overrides=[Override(replicas=(1,), slow_stages={2: 2.4})])
+    job = JobCosts(BASE, replicas=3, overrides=[Override(replicas=(1,), slow_stages={2: 2.4})])
     assert said["unrouted"]["schedule"] == "zb-h1"
     assert said["unrouted"]["makespan_s"] == simulate_job(zb_h1(4, 6), job).makespan_s
     assert said["makespan_s"] < said["unrouted"]["planned_s"] <= said["unrouted"]["makespan_s"]

@@ -16,7 +16,7 @@ import pytest
 from adaptra_megatron.schedule.classic import one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import LinkCost, costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.schedule.jobs.job_costs import LinkChange, Override, job_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, LinkChange, Override
 from adaptra_megatron.schedule.jobs.job_simulation import simulate_job
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
@@ -40,7 +40,7 @@ REPLICAS = {
         {"replicas": [5], "slow_stages": [{"stage": 3, "factor": 1.25}]},
     ],
 }
-JOB = job_costs(
+JOB = JobCosts(
     BASE,
     replicas=6,
     overrides=[

@@ -13,14 +13,14 @@ import re
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override, ranges
 from adaptra_megatron.schedule.jobs.job_simulation import simulate_job
-from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, routed_costs
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
 from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation
 from adaptra_megatron.schedule.simulator import Simulation
@@ -137,7 +137,7 @@ class RoutedOutcome:
     def _print_text(self) -> None:
         plan, costs = self.plan, self.costs
         print(
-            f"routed: {costs.stages} stages x {len(costs.replicas)} replicas, {costs.micro_batches} micro-batches each"
+            f"routed: {costs.stages} stages x {costs.job.replicas} replicas, {costs.micro_batches} micro-batches each"
         )
         stopped = "stops: " + ", ".join(f"cell {cell} is dead" for cell in sorted(costs.dead))
         rows = [
@@ -215,8 +215,8 @@ def routed_outcome(
     """
     slow = [Override(replicas=(cell.replica,), slow_stages={cell.stage: factor}) for cell, factor in options.slow_cells]
     try:
-        job = job.changed(*slow)
-        costs = routed_costs(job, dead=options.dead)
+        job = replace(job, overrides=(*job.overrides, *slow))
+        costs = RoutedCosts(job=job, dead=frozenset(options.dead))
     except CostError as error:
         raise InputError(f"cells: {error}") from error
     start = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.ir import ScheduleError
-from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.jobs.job_planner import plan_job
 from adaptra_megatron.schedule.jobs.job_simulation import (
     JobSimulation,
@@ -149,13 +149,7 @@ def healthy_form(given: PlanInput, asked: WhatIf, at: At = {}) -> tuple[JobCosts
     links = _evened(job.base)
     if links == job.base.links and len(job.groups) == 1:
         return job, "as given, for no link stands out"
-    even = job_costs(
-        replace(job.base, links=links),
-        replicas=job.replicas,
-        ranks_per_stage=job.ranks_per_stage,
-        gradient_sync_s=job.gradient_sync_s,
-        message_bytes=job.message_bytes,
-    )
+    even = replace(job, base=replace(job.base, links=links), overrides=())
     return even, "slow links as fast as the others" + (", all replicas alike" if len(job.groups) > 1 else "")
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.schedule.costs import CostError
+from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import (
     JobCosts,
     LinkChange,
     Override,
-    job_costs,
     job_costs_from_json,
+    job_of,
     replica_numbers,
 )
 from adaptra_megatron.schedule.more_memory import capped
@@ -173,8 +173,8 @@ class WhatIf:
         try:
             if self.max_in_flight is not None:
                 cap = _at(self.max_in_flight, "max-in-flight", at)
-                job = replace(job, base=capped(job.base, cap)).changed()
-            return job.changed(*overrides) if overrides else job
+                job = replace(job, base=capped(job.base, cap))
+            return replace(job, overrides=(*job.overrides, *overrides)) if overrides else job
         except CostError as error:
             raise InputError(f"what-if options: {error}") from error
 
@@ -183,8 +183,8 @@ class WhatIf:
         try:
             if self.micro_batches is not None:
                 count = int(_at(self.micro_batches, "micro-batches", at))
-                job = replace(job, base=replace(job.base, micro_batches=count)).changed()
-            return job if self.replicas is None else job.changed(replicas=self.replicas)
+                job = replace(job, base=replace(job.base, micro_batches=count))
+            return job if self.replicas is None else replace(job, replicas=self.replicas)
         except CostError as error:
             raise InputError(f"what-if options: {error}") from error
 
@@ -451,22 +451,19 @@ def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> Plan
         raise InputError(f"{path} is not understood, so no costs are taken from it: {doubt}")
     held = max(peak_in_flight(found.schedule, 0.0))
     base, *others = (capped(costs, held) for costs in found.replicas)
-    overrides = [
-        Override(
-            replicas=(replica,),
-            tables=costs.tables(),
-            micro_batches={
-                name: tuple(
-                    tuple(costs.micro_batch_s(name, stage, chunk) for chunk in range(costs.chunks))
-                    for stage in range(costs.stages)
-                )
-                for name in costs.micro_batch_factors
-            },
-        )
-        for replica, costs in enumerate(others, start=1)
-    ]
-    job = job_costs(base, replicas=len(found.replicas), overrides=overrides)
+    job = job_of([base, *map(_around_means, others)])
     return PlanInput(name=str(path), job=job, order=found.schedule)
+
+
+def _around_means(costs: Costs) -> Costs:
+    """Return the same seconds of each micro-batch, in tables of means."""
+    stages, chunks = range(costs.stages), range(costs.chunks)
+    return costs.with_micro_batches(
+        {
+            name: tuple(tuple(costs.micro_batch_s(name, stage, chunk) for chunk in chunks) for stage in stages)
+            for name in costs.micro_batch_factors
+        }
+    )
 
 
 def _refuse_number(number: int | None, name: str) -> None:

@@ -164,7 +164,7 @@ def placed_for(name: str | None, job: JobCosts) -> JobCosts:
     """Return `job` with the placement of the fixed schedule `name`, unless its costs have a placement of their own."""
     if name is None or name in ("planned", "online") or job.base.custom_placement is not None:
         return job
-    return job.placed(fixed_schedule(name, job.base).placement)
+    return replace(job, base=job.base.placed(fixed_schedule(name, job.base).placement))
 
 
 def read_schedule(path: Path, costs: Costs) -> Schedule:

@@ -149,7 +149,7 @@ class WonBack:
         job = comparison.job
 
         def planned_s(costs: Costs) -> float:
-            return plan_job(replace(job, base=costs).changed(), deadline_s=deadline_s).simulation.makespan_s
+            return plan_job(replace(job, base=costs), deadline_s=deadline_s).simulation.makespan_s
 
         self.bought = more_memory(job.base, planned_s, least_gain=_LEAST_WORTH)
 
