@@ -257,7 +257,7 @@ class ClockFollower:
         self.line = beginning
         """The latest relation; replaced as a whole, so any thread may read it."""
         self.rounds = 0
-        self._said_lost = False
+        self._logged_lost = False
         self._closing = threading.Event()
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._follow, name="adaptra-clock", daemon=True)
@@ -318,8 +318,8 @@ class ClockFollower:
         return Stamps(sent_s, received_s, answered_s, back_s)
 
     def _log_unreachable(self, cause: Exception) -> None:
-        if not self._said_lost:
-            self._said_lost = True
+        if not self._logged_lost:
+            self._logged_lost = True
             logger.warning(
                 "%s: the clock of its pipeline's first stage does not answer at %s:%d (%s: %s); one-way times "
                 "use the last measured offset and drift",

@@ -150,6 +150,7 @@ class DecisionReader:
         purpose = purpose_of(control.seal(place).place, layout.rank, layout.leader)
         self._link = ReportLink(control.secret, purpose, DELAY + 1, self._wake)
         self._inbox: queue.SimpleQueue[tuple[int, StageMeasurement]] = queue.SimpleQueue()
+        # A socket pair, because the thread sleeps in one poll() for this and for the connection.
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = threading.Event()
@@ -159,7 +160,7 @@ class DecisionReader:
         """Iteration whose decision the training waits for."""
         self._earliest = 0
         """First iteration whose decision may still be needed."""
-        self._looks = PollSchedule()
+        self._polls = PollSchedule()
         self._address: Address | None = None
         """Address of the planner process; None until the leader has published it."""
         self._measured = False
@@ -169,7 +170,7 @@ class DecisionReader:
         """Guards the store's client."""
         self._threads = [
             threading.Thread(target=self._work, name="adaptra-decisions", daemon=True),
-            threading.Thread(target=self._look_around, name="adaptra-looks", daemon=True),
+            threading.Thread(target=self._poll_store, name="adaptra-polls", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -193,10 +194,11 @@ class DecisionReader:
             if iteration not in self._decisions:
                 # It may be in the store already, if the connection has failed.
                 self._wanted = iteration
-                self._looks.begin()
+                self._polls.begin()
                 self._news.notify_all()
             self._news.wait_for(lambda: iteration in self._decisions or self._failure is not None, self._timeout_s)
             self._wanted, self._earliest = None, iteration
+            # Iterations only ascend: earlier decisions are not asked for again.
             for earlier in [known for known in self._decisions if known < iteration]:
                 del self._decisions[earlier]
             if iteration in self._decisions:
@@ -217,6 +219,7 @@ class DecisionReader:
         self._wake()
         with self._news:
             self._news.notify_all()
+        # They are daemon threads: one that the store blocks for good does not keep the process alive.
         until_s = time.monotonic() + 2 * LOOK_UP_S
         for thread in self._threads:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
@@ -235,7 +238,7 @@ class DecisionReader:
                     if not self._measured:
                         with self._news:
                             self._measured = True
-                            self._looks.begin()
+                            self._polls.begin()
                             self._news.notify_all()
                     self._link.report(iteration, encoded(measurement))
         except RuntimeError as error:
@@ -243,21 +246,21 @@ class DecisionReader:
         finally:
             self._link.close()
 
-    def _look_around(self) -> None:
+    def _poll_store(self) -> None:
         """Poll the store for missing keys until closed."""
         try:
             while not self._closed.is_set():
                 with self._news:
                     # No timeout unless a key is missing: thousands of ranks must not load the store.
-                    while not (self._closed.is_set() or (self._looking and not self._looks.rest_s)):
-                        self._news.wait(self._looks.rest_s if self._looking else None)
+                    while not (self._closed.is_set() or (self._polling and not self._polls.rest_s)):
+                        self._news.wait(self._polls.rest_s if self._polling else None)
                 if not self._closed.is_set():
-                    self._look()
+                    self._poll()
         except RuntimeError as error:
             self.fail(error)
 
     @property
-    def _looking(self) -> bool:
+    def _polling(self) -> bool:
         """Return whether any key has to be polled for."""
         return self._wanted is not None or (self._measured and self._address is None)
 
@@ -274,13 +277,13 @@ class DecisionReader:
             for iteration, packet in self._link.receive():
                 self._take(iteration, packet)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._address is None and (found := self._peek(PLANNER_KEY)) is not None:
             self._address = address_of(found)
             self._wake()
         if (wanted := self._wanted) is not None and (found := self._peek(decision_key(wanted))) is not None:
             self._take(wanted, found)
-        self._looks.looked()
+        self._polls.looked()
 
     def _peek(self, key: str) -> bytes | None:
         with self._asking:
@@ -388,6 +391,7 @@ class DecisionPublisher:
         self._closed.set()
         self._measured.put(None)
         self._urgent.put(False)
+        # Ends a `decide` that waits for reports of other ranks.
         self._planner.close()
         until_s = time.monotonic() + 2 * LOOK_UP_S
         for thread in self._threads:
@@ -467,6 +471,7 @@ class DecisionPublisher:
         """Return this rank's new measurements, encoded, with their iterations; None to end. Waits for one if every
         iteration has a decision."""
         own: list[tuple[int, bytes]] = []
+        # All that there is: after a plan that took long, several iterations are decided on at once.
         while not self._measured.empty() or not (own or self._open):
             if (item := self._measured.get()) is None:
                 return None
@@ -483,6 +488,7 @@ class DecisionPublisher:
         try:
             until, decision = self._planner.decide(own)
         except NoDecisionError as error:
+            # `close` ends the planner's call with this error, too.
             if self._closed.is_set():
                 return
             decision, until = self.decisions.in_force, error.until

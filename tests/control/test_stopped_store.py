@@ -82,10 +82,10 @@ def test_a_store_is_looked_into_often_once_the_training_waits(monkeypatch: pytes
     peek, looked, paused_s = reader._store.peek, threading.Semaphore(0), []
 
     def seen(key: str) -> bytes | None:
-        if key == PLANNER_KEY and reader._looks._pause_s == LONGEST_PAUSE_S:
+        if key == PLANNER_KEY and reader._polls._pause_s == LONGEST_PAUSE_S:
             looked.release()
         if key == decision_key(DELAY):
-            paused_s.append(reader._looks._pause_s)
+            paused_s.append(reader._polls._pause_s)
             if len(paused_s) == 3:
                 store.set(key, encoded(Decision(DELAY)))
         return peek(key)

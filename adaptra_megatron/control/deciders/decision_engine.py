@@ -175,11 +175,11 @@ def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bo
         for source, path, end in _ends(measurement.received, measurement.span_s[0]):
             received[LinkId(measurement.pipeline, source, measurement.stage, path.value)] = end
     # Without its receiver's report, a message that did not arrive cannot be told from one that did.
-    heard = {(measurement.pipeline, measurement.stage) for measurement in measurements}
+    reported = {(measurement.pipeline, measurement.stage) for measurement in measurements}
     links = {}
     for measurement in measurements:
         for target, path, end in _ends(measurement.sent, measurement.span_s[0]):
-            if (measurement.pipeline, target) in heard:
+            if (measurement.pipeline, target) in reported:
                 link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
                 links[link] = LinkSample(_joined(end, received.get(link), path, rendezvous))
     _add_probes(links, measurements)
@@ -190,6 +190,7 @@ def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bo
         for measurement in measurements
     }
     disturbances = (measurement.disturbance for measurement in measurements)
+    # One disturbed rank delays all others.
     disturbance = next((what for what in disturbances if what is not None), None)
     return IterationSample(measurements[0].iteration, links, stages, disturbance)
 
@@ -230,6 +231,7 @@ def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> 
     # The receiver has not seen all of them, or others, too: match them by key.
     if not np.array_equal(sent.codes, received.codes):
         places = np.searchsorted(received.codes, sent.codes)
+        # Beyond the end means not found; at any other index the codes differ, too.
         places[places == len(received.codes)] = 0
         here = received.codes[places] == sent.codes
         arrived_s, posted_s = (np.where(here, column[places], np.nan) for column in (arrived_s, posted_s))
@@ -252,6 +254,7 @@ def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMea
         for probe in measurement.probes:
             if (pipeline, probe.peer) in offset_s:
                 link = LinkId(pipeline, stage, probe.peer, probe.path.value)
+                # Each end stamps a probe by its own clock.
                 arrived_s = probe.arrived_s + offset_s[pipeline, probe.peer]
                 columns = probe.nbytes, probe.sent_s + own_offset_s, arrived_s, np.nan
                 before = links.get(link, LinkSample())
@@ -352,7 +355,7 @@ class DecisionEngine:
         self._memory = MeasuredCaps()
         self._caps: Caps = (None,) * book.layout.stages
         """Caps of the latest costs, in activations by stage."""
-        self._said_short = False
+        self._logged_short = False
         self.costs: Costs | None = None
         """The latest costs."""
         self._number = running.number
@@ -427,8 +430,8 @@ class DecisionEngine:
 
     def _caps_for(self, micro_batches: int) -> Caps:
         caps = self._book.caps(micro_batches, self._memory.rooms)
-        if (short := self._memory.short_of(caps)) is not None and not self._said_short:
-            self._said_short = True
+        if (short := self._memory.short_of(caps)) is not None and not self._logged_short:
+            self._logged_short = True
             logger.warning("%s; lower --adaptra-max-in-flight, or omit it to use the measured limit", short)
         return caps
 

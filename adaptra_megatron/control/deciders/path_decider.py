@@ -164,8 +164,8 @@ def _in_words(path: Path, estimate: LinkEstimate) -> Reason:
 
 
 def _compared(costs_s: Mapping[Path, float]) -> str:
-    told = [f"{1e3 * cost_s:.3g} ms on the {path.value} path" for path, cost_s in costs_s.items() if cost_s < _NEVER]
-    return f"a message costs {', '.join(told)}" if told else "neither carries anything"
+    parts = [f"{1e3 * cost_s:.3g} ms on the {path.value} path" for path, cost_s in costs_s.items() if cost_s < _NEVER]
+    return f"a message costs {', '.join(parts)}" if parts else "neither carries anything"
 
 
 logger = logger_of(__name__)

@@ -134,6 +134,7 @@ def schedule_of(orders: Mapping[str, str], replicas: int, stages: int, micro_bat
             RoutedAction(Kind(each.kind), each.replica, each.micro_batch, each.chunk) for each in actions
         )
         for each in actions:
+            # A cell that runs the forward runs the backward, too.
             if each.kind == Kind.FORWARD.value:
                 hosts[stage][each.replica * micro_batches + each.micro_batch] = host
     return RoutedSchedule(routing=Routing(replicas, micro_batches, tuple(map(tuple, hosts))), orders=tuple(found))
@@ -152,6 +153,7 @@ def cell_tables(costs: Costs, estimates: Estimates, pipelines: Iterable[int]) ->
     """Return the seconds of one replica's cells as tables of `costs`. A cell counts as its slowest lane; one that has
     not been measured gets the seconds in `costs`. `pipelines`: first ranks of the replica's lanes."""
     lanes, found = tuple(pipelines), Tables()
+    # Without split backwards, costs hold a whole backward as input gradient.
     split = any(map(any, costs.backward_weight_s))
     kinds = {"forward_s": "F", "backward_input_s": "I" if split else "B", "backward_weight_s": "W"}
     for name, kind in kinds.items():
@@ -292,11 +294,13 @@ class RouteDecider:
             return None
         slow = stragglers(self._speeds, self._policy.pinned)
         same_size = self._present is None or self._present.micro_batches == context.micro_batches
+        # Planning takes long: only once speeds have changed since the last time.
         if (not slow and self._present is None) or (same_size and not self._changed(seconds)):
             return None
         self._planned_for = seconds
         if not slow:
             return self._go_home(context)
+        # Cells have no whole backwards of their own in their tables: these are the sum of the parts.
         costs = dataclasses.replace(known, backward_s=None)
         try:
             routed = RoutedCosts(job=job_with(costs, tables), pinned=frozenset(self._policy.pinned))
@@ -436,6 +440,7 @@ class LiveCellDecider:
 
     def decide(self, context: Context) -> RoutingSection | None:
         """Return new routes and orders if they are worth a switch."""
+        # While cells are dead, no pipeline is whole: the order's decider must not plan for one.
         context.routed = True
         if context.costs is None or context.costs.chunks > 1:
             return None

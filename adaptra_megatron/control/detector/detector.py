@@ -97,8 +97,9 @@ class StageTracker:
         actions."""
         known = {**self._slow, **changes}
         self._slow = {key: known[key] for key, series in sorted(self.series.items()) if series.state is State.SLOW}
-        told = {key: change for key, change in changes.items() if key in self._slow} or changes
-        self._since = min(change.since_iteration for change in told.values())
+        # While the stage is slow, only its slow actions say since when.
+        shown = {key: change for key, change in changes.items() if key in self._slow} or changes
+        self._since = min(change.since_iteration for change in shown.values())
         self._enter(before)
         first, *others = (
             words.change_in_words(_name(key), change, self._state_since)
@@ -299,14 +300,15 @@ class LinkTracker:
     def _known_rate(self) -> float | None:
         """Return the seconds per byte, if most recent iterations found a bandwidth: once, arrivals may be spaced by
         chance."""
-        told = [rate for rate in self._seconds_per_byte if rate > 0.0]
-        return float(np.median(told)) if 2 * len(told) > len(self._seconds_per_byte) else None
+        rates = [rate for rate in self._seconds_per_byte if rate > 0.0]
+        return float(np.median(rates)) if 2 * len(rates) > len(self._seconds_per_byte) else None
 
     def _die(self, iteration: int, reason: str) -> Finding | None:
         self._alive_streak = 0
         if self._dead:
             return None
         before, self._dead = self.state, True
+        # If it was slow, it has fallen already: a failure then is no further relapse.
         if before is State.HEALTHY:
             self._damper.fell(iteration)
         self._since, self._reason = iteration, reason
@@ -389,6 +391,7 @@ class SizeModel:
         together = np.concatenate(known)
         if self._usual is None:
             self._usual = float(np.median(together))
+        # The usual case, sequences of one length, costs no more than this.
         if (together == self._usual).all():
             return sample
         if sample.disturbance is None:
@@ -554,6 +557,7 @@ class Detector:
         )
 
     def _note_action_time(self, sample: IterationSample) -> None:
+        # By partition, which is not exact for even counts but cheaper: it runs for all stages in every iteration.
         medians_s = [
             float(np.partition(durations_s, len(durations_s) // 2)[len(durations_s) // 2])
             for stage in sample.stages.values()

@@ -378,6 +378,7 @@ class Series:
         past."""
         level = self.window.level()
         self._baseline = level._replace(value=healthy_s, scatter=0.0)
+        # All values so far are slow ones, so a recovery starts with none.
         self._healthy_window = Window(self._settings.baseline_iterations)
         return self._fall(iteration, iteration, level.value, healthy_s, evidence)._replace(of_others=True)
 
@@ -397,6 +398,7 @@ class Series:
         level = self.window.level()
         margin_s = max(changes.material_s(level.value, action_s), changes.sigmas * level.noise(batch.count))
         shift_s = batch.median - level.value
+        # Compared with the healthy level, since the noise of the slow one could hide a recovery.
         if self.state is State.SLOW and batch.median <= self._healthy_limit(batch, action_s):
             return _Verdict(-1, self._overwhelming(batch, level, shift_s))
         if abs(shift_s) < margin_s:
@@ -445,6 +447,7 @@ class Series:
         """Switch to the level that `batch` shows, and return the change."""
         previous_s = self.window.level().value
         if self._direction > 0:
+            # A recovery returns to this level.
             if self.state is State.HEALTHY:
                 self._healthy_window, self._baseline = self.window, self.window.level()
             self._start_window(Window(self._settings.baseline_iterations), batch)
@@ -470,6 +473,7 @@ class Series:
 
     def _fall(self, iteration: int, since: int, level_s: float, previous_s: float, evidence: Reason) -> Change:
         before, self.state = self.state, State.SLOW
+        # From slow to slower is no relapse.
         if before is State.HEALTHY:
             self._damper.fell(iteration)
         return Change(before, State.SLOW, since, level_s, previous_s, self.baseline, evidence)

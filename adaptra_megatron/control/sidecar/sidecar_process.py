@@ -40,7 +40,7 @@ class ChannelClosedError(ChannelEndedError):
     """The other process has closed its end."""
 
 
-Said = TypeVar("Said", bound=TaggedMessage)
+Received = TypeVar("Received", bound=TaggedMessage)
 
 
 def packed(message: TaggedMessage, along: Sequence[bytes] = ()) -> bytes:
@@ -58,14 +58,14 @@ def send(channel: socket.socket, message: TaggedMessage, along: Sequence[bytes] 
         raise ChannelEndedError(f"does not listen: {cause}") from cause
 
 
-class SidecarMessages(Generic[Said]):
+class SidecarMessages(Generic[Received]):
     """Decoder of all messages of one channel in one direction."""
 
     def __init__(self, kinds: Any) -> None:
         """Set up. `kinds`: the type of the messages, or a union of types."""
-        self._decode: Decoder[Said] = Decoder(kinds, _MOST_NBYTES)
+        self._decode: Decoder[Received] = Decoder(kinds, _MOST_NBYTES)
 
-    def receive(self, channel: socket.socket) -> Said:
+    def receive(self, channel: socket.socket) -> Received:
         """Return the next message, on a blocking channel that carries no raw bytes. Raises ChannelEndedError, also if
         none comes within the timeout."""
         try:
@@ -78,7 +78,7 @@ class SidecarMessages(Generic[Said]):
         except OSError as cause:
             raise ChannelEndedError(str(cause)) from cause
 
-    async def receive_async(self, channel: socket.socket) -> tuple[Said, bytes]:
+    async def receive_async(self, channel: socket.socket) -> tuple[Received, bytes]:
         """Return the next message and its raw bytes, on a channel that does not block. Raises ChannelEndedError."""
         try:
             body_nbytes, along_nbytes = _sizes(await receive_exactly(channel, _HEAD.size))
@@ -87,7 +87,7 @@ class SidecarMessages(Generic[Said]):
         except OSError as cause:
             raise ChannelEndedError(str(cause)) from cause
 
-    def _message(self, body: bytes) -> Said:
+    def _message(self, body: bytes) -> Received:
         try:
             return self._decode(body)
         except ValueError as cause:

@@ -60,7 +60,7 @@ class StragglerDetector:
         """By late replica that is not logged yet: the look in which it was found, and the finding."""
         self._looks = 0
         self._seen_s = float("-inf")
-        self._said_missing = False
+        self._logged_missing = False
 
     def look(self, reports: Reports, now_s: float) -> StragglerVerdict:
         """Take in the latest report of each cell. `now_s`: seconds of a monotonic clock."""
@@ -128,7 +128,7 @@ class StragglerDetector:
             missing = report is not None and report.missing
             if cell in hosts or missing or self._looks - self._unexplained[replica][0] >= _FIGURES_WITHIN:
                 self._log_finding(each, "healthy")
-                self._say_missing(report)
+                self._log_missing(report)
 
     def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
         """Return the iterations that all cells have reported since the last call, in ascending order."""
@@ -191,10 +191,10 @@ class StragglerDetector:
         causes = self._causes.get(late.replica, {}).values()
         return "; ".join(cause.text for cause, _ in causes if cause.kind.helped_by_pinning)
 
-    def _say_missing(self, report: object) -> None:
+    def _log_missing(self, report: object) -> None:
         missing = getattr(report, "missing", ())
-        if missing and not self._said_missing:
-            self._said_missing = True
+        if missing and not self._logged_missing:
+            self._logged_missing = True
             logger.info(
                 "causes on the host of a late replica are unknown without %s: pip install "
                 "'adaptra-megatron[monitor]' on all hosts",
