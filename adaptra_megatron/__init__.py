@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive pipeline schedules for Megatron-core.
 
-Importing this package touches nothing and imports neither torch nor Megatron; `adaptra_megatron.patches`
-is what changes Megatron, and only when a run asks for it. The names of `__all__` are imported when they are first
-used (PEP 562).
+Importing this package has no effect on Megatron and imports neither torch nor Megatron. `adaptra_megatron.patches`
+changes Megatron, and only if a run asks for it. The names in `__all__` are imported when they are first used (PEP 562).
 """
 
 from importlib import import_module

@@ -274,8 +274,8 @@ class AdaptraConfig:
 
     @property
     def watches_stragglers(self) -> bool:
-        """Return whether arrivals at gradient synchronisation are measured: if each replica waits for all
-        others there.
+        """Return whether arrivals at gradient synchronisation are measured. They are if each replica waits there for
+        all others.
         """
         return self.straggler_monitor == "on" and self.sync_mode == "ssgd" and not self.is_fault_tolerant
 

@@ -20,8 +20,8 @@ class RoutableMicroBatches(Iterator[Any]):
         length: Callable[[int, int], float] | None = None,
     ) -> None:
         """`own`: iterator of this data-parallel rank. `micro_batch(replica, number)`: item `number` of the iterator of
-        data-parallel rank `replica`, counted from 0 at the first training iteration of this process. Those of one
-        iteration may be requested in any order.
+        data-parallel rank `replica`, counted from 0 at the first training iteration of this process. Micro-batches of
+        one iteration may be requested in any order.
 
         `length(replica, number)`: cost of computing that micro-batch, in any unit (tokens, seconds); called before its
         iteration. Whole micro-batches are then swapped between replicas to balance their work. It must return the same

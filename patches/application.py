@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply the table of patches, all or none, and remove it. The rules stand in `patches/__init__.py`."""
+"""Apply the table of patches, all or none, and remove it. The rules are in `patches/__init__.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of Megatron's waits for other replicas and for data. They measure stragglers and change nothing."""
+"""Patches of Megatron's waits for other replicas and for data. They measure stragglers and change no results."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Patch:
 
     @property
     def has_target(self) -> bool:
-        """Return whether the module with the attribute is in use: a script need not use Megatron-LM's own training
+        """Return whether the module with the attribute is in use. A script need not use Megatron-LM's own training
         loop.
         """
         module = self.target.partition(":")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save the exact results of a training on one rank, and compare those of two trainings."""
+"""Save the exact results of a training on one rank, and compare the results of two trainings."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tenso
 
 
 def relative_distances(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the norm of all differences relative to that of all numbers, by kind (losses, grad norms, parameters).
+    """Return the norm of all differences relative to the norm of all values, by kind (losses, grad norms, parameters).
 
-    It is taken over all parameters together. A parameter whose gradient is only rounding error (the bias of attention's
-    keys) is moved by Adam as far as any other, in the direction of the error. Raises ResultsDifferError if a tensor is
-    missing, or has another shape.
+    The norm of parameters is taken over all of them together, not one by one. A parameter whose gradient is only
+    rounding error (the bias of attention's keys) is moved by Adam as far as any other, in the direction of the error.
+    Raises ResultsDifferError if a tensor is missing, or has another shape.
     """
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, left in expected.items():

@@ -28,13 +28,13 @@ from adaptra_megatron.common.sealed_store import Seal, SealedStore
 
 
 def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Start the store's server, and return its client in this process, with which the server lives.
+    """Start the store's server, and return its client in this process. The server runs as long as that client exists.
 
-    `port` 0: any free port. `timeout_s`: of the client's requests. Raises RuntimeError and OSError.
+    `port` 0: any free port. `timeout_s`: timeout of the client's requests. Raises RuntimeError and OSError.
 
-    From then on this process resolves host names from local files alone. For a line of its log, torch's server resolves
-    the name of each client that connects (TCPStoreLibUvBackend.cpp) while all others wait, and many connect at once
-    when ranks meet after a failure. A name server that loses a request would cost them 5 s.
+    From then on this process resolves host names from local files alone. torch's server resolves the name of each
+    client that connects, only to log it (TCPStoreLibUvBackend.cpp), and all other clients wait meanwhile. After a
+    failure many ranks connect at once, and a name server that loses one request would delay all of them by 5 s.
     """
     store = TCPStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
@@ -60,9 +60,9 @@ class SilentStoreError(RuntimeError):
 class DeadlineStore:
     """A torch.distributed store whose requests all return or raise by a deadline.
 
-    Torch's own timeout covers only waits for values. If the server's process is stopped or its host is cut off, a
-    request waits for as long as that lasts. So another thread makes the requests, one at a time. Once the store is
-    silent, that thread is abandoned and all further requests raise.
+    Torch's own timeout covers only waits for values: a request to a stopped server process, or to a host that is cut
+    off, never returns. So another thread makes the requests, one at a time. Once the store is silent, that thread is
+    abandoned and all further requests raise.
     """
 
     def __init__(self, store: Any, timeout_s: float) -> None:
@@ -183,12 +183,12 @@ class ControlStore:
 
     @contextmanager
     def lent(self, place: str, timeout_s: float, *, sealed: bool = True) -> Iterator[Any]:
-        """Lend a client within this context, as for an exchange of addresses. Unsealed ones are for torch's process
-        groups.
+        """Lend a client within this context, as for an exchange of addresses. Torch's process groups need unsealed
+        clients.
 
-        A returned client is reused, since the server resolves each new client's name while all others wait. A client
-        whose context raised is not: its answer may still arrive. `timeout_s`: of each request; a sealed client then
-        raises SilentStoreError. Raises RuntimeError if the store cannot be reached.
+        A returned client is reused, because the server resolves each new client's name while all others wait. A client
+        whose context raised is not reused: a late answer may still arrive on it. `timeout_s`: timeout of each request;
+        a sealed client then raises SilentStoreError. Raises RuntimeError if the store cannot be reached.
         """
         try:
             client = self._spare.pop()
@@ -209,8 +209,8 @@ class ControlStore:
     def reach(self, timeout_s: float) -> None:
         """Check that the store's server accepts a connection. Raises RuntimeError if it does not answer in time.
 
-        Creating a client would not do: if the store is gone, it retries for the store's own, much longer timeout, and
-        logs a stack trace each time.
+        Creating a client is no substitute: if the server has ended, it retries for the store's own, much longer
+        timeout, and logs a stack trace each time.
         """
         store = self._store
         while isinstance(store, PrefixStore):
@@ -227,16 +227,16 @@ class Store(Protocol):
     """Interface of torch.distributed's stores, as far as it is used here."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set `key` to `desired` if its value is `expected`, or if it has none and `expected` is empty; return its
-        value.
+        """Set `key` to `desired` if its value is `expected`, or if it has no value and `expected` is empty; return its
+        new value.
         """
 
 
 def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> bytes:
     """Return the job's secret, the same on every rank: from the launcher's file, or else from the job's store.
 
-    In the store, the first rank that asks creates it. Raises SecretError if the file is readable by others or holds no
-    secret, or if the store holds something else in its place; never reveals the content.
+    The first rank that asks for it creates it in the store. Raises SecretError if other users can read the file, or if
+    file or store hold no valid secret. Error messages never contain the content.
     """
     if path := environment.get(SECRET_VARIABLE):
         return _secret_of(path)

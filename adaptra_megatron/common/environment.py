@@ -33,8 +33,8 @@ NEEDED = "2.8.0a0"
 def remedy(version: str) -> str:
     """Return the remedy for a torch `version` that is too old.
 
-    A build of NVIDIA's (2.7.0a0+79aa17489c.nv25.4) belongs to its image, whose other libraries are built for it: a
-    torch from pip would not load with them.
+    NVIDIA's builds (such as 2.7.0a0+79aa17489c.nv25.4) belong to their container images, whose other libraries are
+    built for them and would not load with a torch from pip.
     """
     from packaging.version import Version
 
@@ -59,10 +59,10 @@ def what_is_too_old() -> str | None:
 
 
 def check_one_checkout(package: str | None, patches: str | None) -> None:
-    """Raise ImportError, naming both, unless the `__init__.py` files of package and patches belong together.
+    """Raise ImportError, naming both files, unless the `__init__.py` files of package and patches belong together.
 
-    In a checkout they stand side by side; in a wheel patches are within the package. If another checkout comes first in
-    `sys.path`, Python would take the package from one version and the patches from another.
+    In a checkout the two folders are siblings; in a wheel the patches are within the package. If another checkout comes
+    first in `sys.path`, Python would import the package from one version and the patches from another.
     """
     if package is None or patches is None:  # frozen into a program, which has one of each
         return

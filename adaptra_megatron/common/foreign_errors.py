@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise errors of other libraries that differ in their messages alone. No other module parses a message.
+"""Recognise errors of other libraries that differ only in their messages. No other module parses error messages.
 
-- torch.distributed.TCPStore.wait, "wait timeout after ...": a lost store raises DistStoreError, too.
-- torch.distributed.TCPStore as it listens, "... (errno: 98 - Address already in use). ... EADDRINUSE".
+- torch.distributed.TCPStore.wait: "wait timeout after ...". An unreachable store also raises DistStoreError.
+- torch.distributed.TCPStore as a server: "... (errno: 98 - Address already in use). ... EADDRINUSE".
 - argparse.ArgumentParser.error, which names the flag: "unrecognized arguments: --adaptra-polcy".
 """
 
@@ -12,7 +12,7 @@ import errno
 
 
 def is_store_timeout(error: Exception) -> bool:
-    """Return whether a wait for a key of torch's store timed out, as opposed to a lost store."""
+    """Return whether a wait for a key of torch's store timed out; False if the store cannot be reached."""
     return "timeout" in str(error)
 
 

@@ -61,12 +61,12 @@ def gather_layout(
     together: bool = False,
     rnics: Sequence[str] = (),
 ) -> JobLayout:
-    """Return the layout of the ranks in `group` (None: the whole job). All of them call this: the job's only
+    """Return the layout of the ranks in `group` (None: the whole job). All of them call this: it is the job's only
     collective.
 
     `pipeline`: global ranks of this rank's pipeline, by stage. `joined`: members of each group whose collectives this
-    rank joins inside F, B and W. `together`: see `JobLayout`. `rnics`: this rank's, for messages. Raises RuntimeError
-    if a rank does not come within the group's timeout.
+    rank joins inside F, B and W. `together`: see `JobLayout`. `rnics`: this rank's RNICs, for messages. Raises
+    RuntimeError if a rank does not come within the group's timeout.
     """
     rank, token = dist.get_rank(), secrets.token_hex(16)
     firsts = sorted({min(ranks) for ranks in joined})
@@ -78,8 +78,8 @@ def gather_layout(
 def gather(mine: Entry, group: dist.ProcessGroup | None = None) -> list[Entry]:
     """Return the entries of all ranks in `group` (None: the whole job), by rank. All of them call this.
 
-    `mine`: a dataclass or NamedTuple, of one kind on all ranks. Raises RuntimeError if a rank does not come within the
-    group's timeout, or sends anything else.
+    `mine`: this rank's entry, a dataclass or NamedTuple of the same type on all ranks. Raises RuntimeError if a rank
+    does not come within the group's timeout, or sends anything else.
     """
     kind, packet = type(mine), packed(mine)
     device = dist.distributed_c10d._get_object_coll_device(group)  # as torch's all_gather_object

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authenticate connections by mutual proof of the job's secret, before any other data is sent on them.
+"""Authenticate connections: both ends prove that they know the job's secret, before any other data is sent.
 
     accepting side                       connecting side
     challenge: magic, version, nonce ->
                                       <- answer: purpose of the connection, nonce, HMAC over all so far
     confirmation: HMAC over all so far ->
 
-All three messages have a fixed size, so an unauthenticated peer cannot make either side allocate memory. It learns
-nothing that answers another challenge: each proof covers both nonces, and each side's proof has a label of its own. The
-following traffic is not encrypted, as NCCL's is not. No torch here: the delegate imports this.
+All three messages have a fixed size, so an unauthenticated peer cannot make either side allocate memory. A recorded
+proof is useless for another connection or in the other direction: each proof covers both nonces and a label of its
+side. The following traffic is not encrypted, as NCCL's is not. This module does not import torch, because the delegate
+imports it.
 
-Any process may connect to our listening sockets. Only proven peers are admitted; refused ones are counted.
+Any process may connect to our listening sockets. Peers without a valid proof are refused and counted.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ async def wait_readable(connection: socket.socket) -> None:
 
 
 def tune_connection(connection: socket.socket) -> None:
-    """Set up a TCP connection between delegates: no delays, and an end within 15 s once the other host is gone.
+    """Set up a TCP connection between delegates: no delays, and an end within 15 s once the other host has failed.
 
-    The limit covers idle connections. For data in flight, the kernel's limit (TCP_USER_TIMEOUT) would also end
-    connections to a peer that answers, but has no room because its training process is stopped; see `acknowledges` for
+    The limit covers idle connections only. For data in flight the kernel offers TCP_USER_TIMEOUT, which would also end
+    connections to a live peer whose buffers are full because its training process is stopped. `acknowledges` covers
     those.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,9 +103,9 @@ def tune_connection(connection: socket.socket) -> None:
 
 
 def acknowledges(connection: socket.socket, within_s: float) -> bool:
-    """Return whether the other host has acknowledged data within `within_s`, or nothing needs retransmission.
+    """Return whether the other host has acknowledged data within `within_s`, or no sent data awaits acknowledgement.
 
-    Data that waits for room at the other end has not been sent.
+    Data that waits for buffer space at the other end does not count as sent.
     """
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     timeouts, last_ms = _TCP_INFO.unpack(information)

@@ -32,8 +32,8 @@ def boot_identity(proc: Path = Path("/proc")) -> str:
 def host_identity(proc: Path = Path("/proc")) -> str:
     """Return a value that is equal for two processes exactly if they can share memory through abstract unix sockets.
 
-    They can on the same boot of one kernel and in the same network namespace; containers of one host may have their
-    own. If either is unknown, no other process has the same value: tcp works between any two.
+    They can if both the boot of the kernel and the network namespace are the same; containers of one host may have
+    their own namespaces. If either is unknown, the value is unique: tcp works between any two processes.
     """
     try:
         return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/net').st_ino}"
@@ -45,7 +45,7 @@ def host_identity(proc: Path = Path("/proc")) -> str:
 def process_identity(proc: Path = Path("/proc")) -> str:
     """Return a value that is equal for two processes exactly if they see each other's process ids.
 
-    If that is unknown, no other process has the same value.
+    If the process's namespace is unknown, the value is unique.
     """
     try:
         return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/pid').st_ino}"
@@ -136,7 +136,7 @@ class JobLayout:
         live: Collection[int] | None = None,
     ) -> None:
         """`workers`: by global rank. `token`: the same on all ranks, and new each time they gather. `live`: ranks that
-        report and decide; None: all.
+        report and take part in decisions; None: all.
 
         `together`: whether one rank decides for all replicas, as when micro-batches may be routed between them.
         """
@@ -235,7 +235,7 @@ class JobLayout:
         return len({self.workers[rank].boot for rank in ranks}) == 1
 
     def share_network(self, ranks: Iterable[int]) -> bool:
-        """Return whether all of `ranks` reach each other by loopback. Containers of one host may not."""
+        """Return whether all of `ranks` reach each other by loopback. Containers of one host may be unable to."""
         return len({self.workers[rank].identity for rank in ranks}) == 1
 
     def name(self, rank: int) -> str:

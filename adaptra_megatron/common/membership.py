@@ -118,7 +118,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Stalled:
-    """Ranks that the others found stalled. Their launchers kill these processes, and none that replace them."""
+    """Ranks that the others found stalled. Their launchers kill these processes, but not their replacements."""
 
     ranks: tuple[Natural, ...]
     why: str
@@ -165,7 +165,7 @@ class MembershipRecords:
     def say_admitted(self, admitted: Mapping[int, int]) -> None:
         """Write the restarted ranks that train with the others: epoch of the arrival, by rank.
 
-        The launcher ends a job in which no rank trains any more. Raises RuntimeError if the store does.
+        The launcher ends a job in which no rank trains any more. Raises RuntimeError if the store cannot be reached.
         """
         self._store.set(_ADMITTED, packed(admitted))
 
@@ -189,7 +189,7 @@ class MembershipRecords:
 
     def layout(self) -> bytes | None:
         """Return the job's layout; None before the first iteration. Raises TamperedError, and RuntimeError if the store
-        does.
+        cannot be reached.
         """
         found: bytes | None = self._store.peek(_LAYOUT)
         return found
@@ -204,9 +204,9 @@ class MembershipRecords:
         return None if found is None else unpacked(found, Readiness, _MOST_NBYTES)
 
     def newest(self) -> Membership | None:
-        """Return the last epoch's record; None under a launcher that keeps none, such as torchrun. Never waits.
+        """Return the last epoch's record; None under a launcher that writes none, such as torchrun. Never waits.
 
-        Raises TamperedError, ValueError for an invalid record, and RuntimeError if the store does.
+        Raises TamperedError, ValueError for an invalid record, and RuntimeError if the store cannot be reached.
         """
         epoch = self._store.peek(_NEWEST)
         return None if epoch is None else self.of_epoch(int(epoch))
@@ -214,7 +214,7 @@ class MembershipRecords:
     def wait_beyond(self, epoch: int, timeout_s: float) -> Membership | None:
         """Return the last epoch's record once its epoch is after `epoch`; None if there is none within `timeout_s`.
 
-        Raises as `newest`.
+        Raises the errors of `newest`.
         """
         newest = self.newest()
         if newest is not None and newest.epoch > epoch:  # the record after `epoch` may have been deleted since

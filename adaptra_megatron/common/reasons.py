@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Represent a reason as parts: iterations stay numbers and evidence stays apart, so that no code has to parse a
-sentence.
+"""Represent a reason as parts, so that no code has to parse a sentence: iterations are numbers, and evidence is
+separate.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seal the values in the job's store with the job's secret: values of other processes are refused."""
+"""Seal the values in the job's store with the job's secret, so that values from other processes are refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SealedStore:
         return SealedStore(self._store.clone(), self._secret, self._place)
 
     def set(self, key: str, value: bytes, /) -> None:
-        """Store `value` under `key`. This and the other methods raise RuntimeError if the store does."""
+        """Store `value` under `key`. This and the other methods raise RuntimeError if the store cannot be reached."""
         self._store.set(key, self._seal.closed(key, value))
 
     def get(self, key: str, /) -> bytes:

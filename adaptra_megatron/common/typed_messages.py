@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encode and decode the messages between processes of one run.
 
-1. A message is a frozen dataclass, a NamedTuple, or a `TaggedMessage` where one of several kinds may come.
+1. A message is a frozen dataclass or a NamedTuple; where several kinds may arrive, it is a `TaggedMessage`.
 2. Decoding checks declared types, unknown fields of tagged messages, and a maximum size. It raises ValueError before
    any object is built.
-3. `packed` makes JSON, which is one line of text and has neither infinities nor NaNs. `encoded` makes MessagePack, for
-   messages of every iteration: a training process has a millisecond of CPU for all of them.
-4. Messages exist within one run alone: both ends are of one release. Files that users keep have formats of their own.
+3. `packed` makes JSON: one line of text, without infinities and NaNs. `encoded` makes MessagePack, for messages of
+   every iteration: a training process can spend about a millisecond of CPU on all of them.
+4. Messages exist only within one run, so both ends are of one release. Files that users keep have formats of their own.
 
-Neither torch nor numpy here: delegates and sidecar processes import this.
+This module imports neither torch nor numpy, because delegates and sidecar processes import it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the errors that end a generation for a rank, and tell them from a rank's own errors.
+"""Define the errors that end a generation for a rank, and distinguish them from a rank's own errors.
 
 Torch's backends raise plain RuntimeErrors, and so may a training script, with any text. So errors are told apart by
-their origin. Exceptions that leave torch's collectives are marked there. Exceptions that leave the script's own
-functions are marked there, unless a collective within raised them. The mark is an attribute of the exception.
+their origin, which an attribute of the exception records: it is set on exceptions that leave torch's collectives, and
+on other exceptions that leave the script's own functions.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ class LateRankError(RuntimeError):
 
 
 class UnrecoverableError(RuntimeError):
-    """Live ranks no longer hold the whole model, or this rank cannot take part. Says why, and what to restart from."""
+    """Live ranks no longer hold the whole model, or this rank cannot take part. States the reason and what to restart
+    from.
+    """
 
 
 class JobLostError(UnrecoverableError):
-    """Live ranks no longer hold the whole model: no rank can go on, and no restarted rank can help."""
+    """Live ranks no longer hold the whole model, so no rank can continue and restarting ranks does not help."""
 
 
 class UnsoundAttemptError(RuntimeError):
-    """Gradients of an attempt do not contain each micro-batch once; says which. It is raised if a repetition does not
-    help.
+    """Gradients of an attempt do not contain each micro-batch exactly once; names the micro-batches. Raised if
+    repeating the attempt does not help.
     """
 
 

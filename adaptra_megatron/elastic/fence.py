@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separate the operations of two generations: none of the earlier one writes later, and results outside of calls stay.
+"""Separate the operations of two generations: none of the earlier one writes later, and results outside of calls are
+kept.
 
-Outside of calls an operation has one result, which all its ranks get. If a rank fails during one, some ranks have the
-result and others do not. These copy it from the lowest rank that has it, over the job's store, or run the operation
-again if none has. Results are kept from one commit to the next: a rank that commits call n has seen all others finish
-their attempts at n, so all of them have run the operations before it. Replicas may be several operations apart.
+Outside of calls an operation has one result, the same on all its ranks. If a rank fails during an operation, some ranks
+may have the result and others not. The others copy it over the job's store from the lowest rank that has it, or run the
+operation again if no rank has it. Results are kept from one commit to the next: a rank that commits call n has seen
+that all others finished their attempts at n, so all of them have run the operations before it. Replicas may be several
+operations apart.
 
 A rank that abandons an attempt leaves operations of torch.distributed pending, in gloo's worker threads or on the GPU.
 They could still write into a gradient buffer that the next attempt has zeroed, or into a norm, and all replicas would
-agree on a wrong sum. So connections are shut down and communicators aborted, which ends all waits for peers. Over NCCL
-a rank then waits until none of its kernels runs, before it meets the others. Over gloo operations write into memory of
-their own (`FaultTolerantGroups`) and need not be waited for: some never end, as gloo does not fail an operation whose
-message has arrived in part (3 of 400 tries with a member that was killed).
+agree on a wrong sum. So connections are shut down and communicators aborted, which ends all waits for peers. With NCCL
+a rank then waits until none of its kernels runs, before it meets the others. With gloo it does not wait, as operations
+write into memory of their own (`FaultTolerantGroups`) and some never end: gloo does not fail an operation whose message
+has arrived in part (3 of 400 tries with a killed member).
 
 torch's ProcessGroupGloo cannot end pending operations: `abort()` does nothing, and its destructor first runs all queued
 ones (ProcessGroupGloo.cpp, ~ProcessGroupGloo). Shutting down a socket fails the operations on both ends within a
 millisecond (gloo/transport/tcp/pair.cc: an end of file is an error of the pair, and so of all waits in its context).
 Sockets are found by their addresses: each group has a device, and so a listener, of its own. This process's own
-descriptors are queried one by one. /proc/net/tcp would list the whole host's sockets, changes while it is read, and
-omits some; Python's socket objects would change the blocking mode of duplicates if a script has set a default timeout.
+descriptors are queried one by one. Two alternatives fail: /proc/net/tcp lists the whole host's sockets, changes while
+it is read, and omits some; Python's socket objects change the blocking mode of duplicates if a script has set a default
+timeout.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class KeptResults:
         self.look_nowhere()
 
     def look_nowhere(self) -> None:
-        """Stop asking other ranks for results: no rank lacks one that another has."""
+        """Stop requesting results from other ranks: no rank lacks one that another has."""
         self._holders = {}
 
     def keep(self, group: str, outputs: Sequence[torch.Tensor]) -> None:
@@ -92,7 +95,7 @@ class KeptResults:
         results.append([each.view(torch.uint8).numpy().tobytes() if each.numel() else b"" for each in flat])
 
     def publish(self, store: SealedStore, groups: Sequence[str]) -> None:
-        """Put the results of `groups`, which other ranks lack in part, into the new generation's store."""
+        """Put the results of `groups` that some other ranks lack into the new generation's store."""
         for group in groups:
             for number, outputs in enumerate(self._kept[group]):
                 place = f"kept/{group}/{number}"
@@ -108,7 +111,7 @@ class KeptResults:
     def found_with(
         self, holders: Mapping[str, int], store: SealedStore, timeout_s: float, check: Callable[[], None]
     ) -> None:
-        """Ask the `holders` for the results that this rank lacks, from now on.
+        """Request the results that this rank lacks from the `holders`, from now on.
 
         `store`: the generation's. `check`: raises the error that ends a wait for a result.
         """
@@ -168,7 +171,7 @@ class GlooSockets(NamedTuple):
     """Addresses of the other members' listeners."""
 
     def shut_down(self) -> None:
-        """Shut down all connections: all operations of the group fail, here and at its other members."""
+        """Shut down all connections, so that all operations of the group fail, here and at its other members."""
         # shutdown(2), not close(2): gloo's threads still use the descriptors, whose numbers could be reused.
         libc = ctypes.CDLL(None)
         for each in _sockets():

@@ -22,10 +22,10 @@ RESTART = "restart from the last checkpoint"
 
 
 class GenerationId(NamedTuple):
-    """Identity of one generation, unique within the job: attempts, keys in the store and groups are keyed by it.
+    """Identity of one generation, unique within the job. Attempts, keys in the store and groups are named by it.
 
-    An admission is identified by the number of the call that it precedes, which is committed once; a failure has no
-    such number. Later generations compare greater.
+    An admission is identified by the number of the call before which it happens, which is committed once. A failure has
+    no such number. Later generations compare greater.
     """
 
     membership: int
@@ -113,7 +113,7 @@ def rejoining(layout: JobLayout, membership: Membership, before: Generation) -> 
 
 
 def can_admit(layout: JobLayout, membership: Membership, before: Generation) -> bool:
-    """Return whether ranks can be admitted to `before` now: a whole cell is ready, and no rank of `before` has
+    """Return whether ranks can be admitted to `before` now: all ranks of a cell are ready, and no rank of `before` has
     failed.
     """
     # First, for what follows looks at every rank of the job, and this is asked at every commit.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publish that a rank ends the job, by an error of its own or at the end of training, and abort other ranks' waits.
 
-The failed rank must be seen first, so that launchers, exit statuses and error files name it. It logs its traceback
-before any other rank learns of the error, and the others wait for its process to end. If a rank's process serves the
-job's store, it ends last: the others use the store until they end, and torch would log in each that it is gone.
+Launchers, exit statuses and error files should name the rank that failed first. So it logs its traceback before any
+other rank learns of the error, and the others wait for its process to end. A rank whose process serves the job's store
+ends last: the others use the store until they end, and torch would log in each that the store is unreachable.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class EndingProcess:
     identity: str
 
     def over(self, identity: str) -> bool:
-        """Return whether the process has ended; False if a process of `identity` cannot see that."""
+        """Return whether the process has ended; False if a process of `identity` cannot observe it."""
         if self.identity != identity:
             return False
         try:
@@ -183,7 +183,7 @@ def publish_finished(store: SealedStore) -> None:
 
 
 def check_abort(store: SealedStore, name: str) -> None:
-    """Raise if the job has ended, on the rank called `name`, which waits for others.
+    """Raise an error if the job has ended. `name`: of this rank, which waits for others.
 
     Raises OtherRankError if a rank has ended with an error of its own, once its process has ended; UnrecoverableError
     if ranks have reached the end of the training.

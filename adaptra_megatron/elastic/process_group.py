@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group that survives failures of its members: Megatron holds one object, the groups behind it change.
+"""A process group that survives failures of its members: Megatron holds one object, while the groups behind it change.
 
 If a member has failed, or fails during an operation:
 
 1. Inside a call of Megatron's schedules the operation, or `wait` on its handle, raises, and RecoveryManager repeats the
-   whole call. Its outputs are undefined until then.
-2. Outside of calls it returns one result, the same for all live members: it is repeated in the next generation, or
-   copied from a rank that has the result (of at most MOST_KEPT_NBYTES; RuntimeError beyond). Its handle is complete
-   when the operation returns. Gathers of parameters from shards are repeated by all ranks together, at the next
-   operation over all of them (`FaultTolerantGroups.gather_missed`).
+   whole call. Until then the outputs are undefined.
+2. Outside of calls the operation returns one result, the same for all live members: it is repeated in the next
+   generation, or the result is copied from a rank that has it (up to MOST_KEPT_NBYTES; RuntimeError beyond). Its handle
+   is complete when the operation returns. Gathers of parameters from shards are repeated by all ranks together, at the
+   next operation over all of them (`FaultTolerantGroups.gather_missed`).
 3. A wait for members raises EpochEndedError once the set of live ranks has changed, LateRankError after the job's
    timeout, or the backend's error. None of them is an error of this rank (`failure_errors.is_communication`).
-4. Sums, maxima and minima are over live members. If several members hold the same state, one addend counts.
-5. Data that only failed members had is never made up: gathering it raises UnwrittenError. Broadcasts of it, scatter,
+4. Sums, maxima and minima are over live members. If several members hold the same state, it is added once.
+5. Data that only failed members had is never made up. Gathering it raises UnwrittenError. Broadcasts of it, scatter,
    all-to-all, other reductions, and reduce-scatter without shards raise RuntimeError. These errors end the job.
-6. `size()` and `rank()` stay those of the start, except within `FaultTolerantGroups.numbered_alive`.
+6. `size()` and `rank()` keep their initial values, except within `FaultTolerantGroups.numbered_alive`.
 7. After `FaultTolerantGroups.leave`, no operation of an earlier generation writes into memory that Megatron reads.
 
-Size and ranks stay, as data-parallel sizes, scalings and schedules count the whole job. Operations outside of calls are
-repeated one by one, as Megatron-LM's training loop cannot be run again from its middle.
+Size and ranks are kept because data-parallel sizes, scalings and schedules count the whole job. Operations outside of
+calls are repeated one by one because Megatron-LM's training loop cannot be restarted in its middle.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pending(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return without waiting."""
+        """Return whether `wait` would return at once."""
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
@@ -151,8 +151,8 @@ class UnwrittenError(RuntimeError):
 
 
 def ignores_failed_members() -> bool:
-    """Return whether the caller of the collective is known to set its outputs before, so that unchanged ones do no
-    harm.
+    """Return whether the collective's caller is known to fill the outputs beforehand, so that those of failed members
+    may stay as they are.
     """
     # torch.distributed's own frames lie between Megatron and this one, and so may our decorators: the first frame
     # beyond them is the caller.
@@ -169,11 +169,12 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs do not know that Python ma
 
 
 class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group whose methods torch.distributed calls. The rules stand above.
+    """A process group whose methods torch.distributed calls. The module's docstring has the rules.
 
-    After failures, a group that spans stages of one replica is joined with those of the other replicas. The lowest live
-    replica then stands for each stage, since after data-parallel reduction all replicas of a stage hold the same.
-    Groups within one optimizer instance are joined with those of the others in the same way, for each shard.
+    After failures, a group that spans stages of one replica is joined with the same groups of other replicas. Each
+    stage is then represented by its lowest live replica, since after data-parallel reduction all replicas of a stage
+    hold the same values. Groups within one optimizer instance are joined across instances in the same way, for each
+    shard.
     """
 
     def __init__(self, groups: FaultTolerantGroups, ranks: Sequence[int], rank: int, description: str) -> None:
@@ -216,7 +217,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def whole(self) -> bool:
-        """Return whether the group has all of its numbered members, and no others."""
+        """Return whether the group consists of exactly its numbered members."""
         return self.renumbered or self.members == self.ranks
 
     @contextmanager
@@ -271,7 +272,9 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self._groups.run(self, outputs, launch, renewed=renewed, own_memory=own_memory)
 
     def _place(self, rank: int) -> int:
-        """Return the present rank in the group of the member with original rank `rank`, or of its stand-in."""
+        """Return the present rank in the group of the member with original rank `rank`, or of the member that
+        represents it.
+        """
         stand_in = self.members[rank] if self.whole else self.stand_ins.get(self.ranks[rank])
         if stand_in is None:
             raise RuntimeError(
@@ -378,7 +381,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run(tensors, launch)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        """Gather the tensors of all members; see rule 5 for failed ones."""
+        """Gather the tensors of all members; rule 5 applies to those of failed members."""
         return self._gathered(outputs[0], inputs[0], opts)
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
@@ -533,9 +536,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return launch
 
     def hand_on(self, given: torch.Tensor, received: torch.Tensor) -> Work:
-        """Send `given` [n] to the holder of this rank's shard, and receive that of the member whose shard this rank
-        copies.
-        """
+        """Send `given` [n] to the holder of this rank's shard, and receive the shard that this rank holds a copy of."""
         return self._run([received], lambda native, found: self._handing_on(native, given, found[0]))
 
     def _handing_on(self, native: Any, given: torch.Tensor, received: torch.Tensor) -> Any:

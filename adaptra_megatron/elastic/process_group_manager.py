@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """All fault-tolerant process groups of one process, and the torch groups behind them in each generation.
 
-`process_group` has the rules that callers may rely on. Three means keep them. Operations outside of calls run on new
-tensors, and their results are kept until the next commit (`fence.KeptResults`). Waits are sliced, so that they notice
-the end of a generation. `leave` returns only once no operation of the generation can write any more (`fence.Fence`).
+`process_group` has the rules that callers may rely on. Three mechanisms keep them. Operations outside of calls run on
+new tensors, and their results are kept until the next commit (`fence.KeptResults`). Waits are divided into slices, so
+that they notice the end of a generation. `leave` returns only once no operation of the generation can write any more
+(`fence.Fence`).
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class FaultTolerantGroups:
     # What torch.distributed sees.
 
     def install(self) -> None:
-        """Make every process group that is created from now on a fault-tolerant one. Raises RuntimeError if one exists
+        """Make every process group that is created from now on fault-tolerant. Raises RuntimeError if a group exists
         already.
         """
         if dist.is_initialized():
@@ -234,7 +235,7 @@ class FaultTolerantGroups:
     def leave(self) -> None:
         """End the pending operations of the present generation; return once none of them can write any more.
 
-        Raises OperationStillRunsError as `Fence.wait`.
+        Raises OperationStillRunsError under the conditions of `Fence.wait`.
         """
         fence, self._fence = self._fence, Fence()
         self._natives.clear()
@@ -465,7 +466,9 @@ class FaultTolerantGroups:
         return self.kept.counts([self._key(group) for group in self._groups])
 
     def _key(self, group: FaultTolerantGroup) -> str:
-        """Return a name that is equal for groups that are joined after failures: those of the same stages and lanes."""
+        """Return a name that is equal for groups that are joined after failures, which are groups of the same stages
+        and lanes.
+        """
         if group.key is None:
             assert self._layout is not None
             joined = alike(group, self._layout)

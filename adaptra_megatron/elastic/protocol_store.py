@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry out the protocol's requests on the job's store, and let all live ranks commit an attempt there.
 
-Each rank writes a sealed word under a key of its own and then increments a counter of the store, the bell. No seal
-covers the bell: it only tells the last rank to read the words. Beyond GROUP_SIZE ranks, the last rank of each group
-writes one word for the whole group. So an attempt costs each rank two requests, and each last rank GROUP_SIZE words.
-Keys do not grow with iterations.
+Each rank writes a sealed word under a key of its own and then increments a counter of the store, the bell. The rank
+whose increment completes the count reads all words. The bell is not sealed and decides nothing else. With more than
+GROUP_SIZE ranks, the last rank of each group writes one word for the whole group. So an attempt costs each rank two
+requests, and each last rank GROUP_SIZE words. The number of keys does not grow with iterations.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def awaited(
     first_pause_s: float = _LOOKS_S,
     longest_pause_s: float = _LOOKS_S,
 ) -> Seen:
-    """Call `look` until it returns a value; return that. `check` is called between two calls and may raise to end the
-    wait.
+    """Call `look` until it returns a value, and return that value. `check` is called between two calls and may raise to
+    end the wait.
 
-    Pauses grow by half each, from the first to the longest. Raises TimeoutError after `timeout_s`, and as `look`.
+    Pauses grow by half each, from the first to the longest. Raises TimeoutError after `timeout_s`, and the errors of
+    `look`.
     """
     deadline_s, backoff = time.monotonic() + timeout_s, Backoff(first_pause_s, longest_pause_s, 1.5)
     while (found := look()) is None:
@@ -72,7 +73,7 @@ class ProtocolStore:
         self._of: tuple[GenerationId, SealedStore] | None = None
 
     def carry_out(self, request: Put | PutOnce | Await | AwaitAll, check: Callable[[], None]) -> Answer:
-        """Carry out one request. `check` is called between two looks and may raise to end a wait.
+        """Carry out one request. `check` is called between two polls and may raise to end a wait.
 
         Raises TimeoutError if another rank does not write within the timeout, RuntimeError if the store cannot be
         reached.
@@ -158,7 +159,7 @@ class Word:
     """
 
     def sound(self) -> bool:
-        """Return whether gradients were divided by the tokens of all ranks."""
+        """Return whether gradients were divided by the number of tokens of all ranks."""
         return all(each == self.tokens for each in self.divisors)
 
 
@@ -186,10 +187,11 @@ class CommitDesk:
         """Cached `_seat_of` of these live ranks: they stay the same for many calls, and may be thousands."""
 
     def arrive(self, call: int, live: frozenset[int], word: Word, check: Callable[[], None]) -> Word | None:
-        """Finish an attempt at `call`; return the combined word on the last of the `live` ranks, None on the others.
+        """Finish an attempt at `call`; return the combined word on the last of the `live` ranks to arrive, None on the
+        others.
 
         `check` may raise to end a wait. Raises RuntimeError if the store cannot be reached, TimeoutError if a rank has
-        rung but its word is missing, and as `together`.
+        incremented the bell but its word is missing, and the errors of `together`.
         """
         store, attempt = self._store, word.attempt
         if live is not self._live:

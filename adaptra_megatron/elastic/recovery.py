@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recover one rank's training from failures of other ranks: this carries out the requests of `protocol`."""
+"""Recover one rank's training from failures of other ranks, by carrying out the requests of `protocol`."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ class RecoveryManager:
             self._records.clone().publish_layout(packed(JobRecord(self._layout.record(), settings)))
 
     def take_returns(self) -> Sequence[Return]:
-        """Return the readmissions since the last call; always none except on the lowest rank that trained
-        before them.
+        """Return the readmissions since the last call. The list is empty except on the lowest rank that trained before
+        them.
         """
         returns, self._returns = self._returns, []
         return returns
@@ -226,8 +226,8 @@ class RecoveryManager:
     def close(self, *, well: bool = True) -> None:
         """End the thread. `well`: whether all calls of this rank have succeeded.
 
-        Then this publishes that training has finished, unless an error from elsewhere ends it: from an operation
-        outside of calls, or from the script.
+        Also publishes that training has finished, unless it ends by an error outside of calls: of an operation there,
+        or of the script.
         """
         fails = self._rank.phase is not Phase.BETWEEN or isinstance(sys.exc_info()[1], Exception)
         if well and self._rank.call and not fails:
@@ -442,7 +442,7 @@ class RecoveryManager:
             self._changed(self._latest)
 
     def _exchange_results(self, generation: Generation) -> None:
-        """Publish the results of operations outside of calls that other ranks lack, and find those that this rank
+        """Publish those results of operations outside of calls that other ranks lack, and find those that this rank
         lacks.
         """
         assert self._rank.agreement is not None
@@ -535,9 +535,9 @@ class RecoveryManager:
         return membership
 
     def _wait_for_change(self, tried: frozenset[int], *, roll_called: bool = False) -> Membership | None:
-        """Return a membership as `_await_change`; None if there is none within the patience.
+        """Return the membership that `_await_change` waits for; None if there is none within the patience.
 
-        Returns None early once a liveness check begins, unless it already has (`roll_called`).
+        Returns None early once a liveness check begins, unless one had begun before (`roll_called`).
         """
         # A broken connection shows in milliseconds; the launcher needs longer to see a process end, or a host fall
         # silent.

@@ -134,7 +134,7 @@ class JoinResult:
 
 
 class RejoiningRank:
-    """A restarted process until it trains with the others. For the training thread."""
+    """A restarted process until it trains with the others. Used by the training thread only."""
 
     def __init__(
         self, place: Departure, records: MembershipRecords, timeout_s: float | None, settings: Mapping[str, str]
@@ -194,7 +194,9 @@ class RejoiningRank:
             refuse_lost_stages(self.layout, newest, admitted)
 
     def check(self, joined: JoinResult) -> None:
-        """Raise EpochEndedError once a rank has failed, including other rejoining ranks. Takes a moment."""
+        """Raise EpochEndedError once a rank has failed, including other rejoining ranks. Makes one request, then sleeps
+        briefly.
+        """
         newest = self._records.newest()
         if newest is not None and joined.rank.is_struck_by(newest):
             name = self.layout.name(self.layout.rank)
@@ -202,9 +204,9 @@ class RejoiningRank:
         time.sleep(_LOOKS_S)
 
     def meet(self, joined: JoinResult) -> None:
-        """Meet the other ranks, once this process has the job's state; then all train together.
+        """Meet the other ranks once this process has the job's state. From then on all train together.
 
-        Raises UnrecoverableError if another rank failed or was late meanwhile: this process is not admitted then.
+        Raises UnrecoverableError if another rank failed or was late meanwhile; this process is then not admitted.
         """
         steps = ProtocolStore(self.control, self.control.client("survival"), self.timeout_s)
         rank = joined.rank
@@ -242,7 +244,7 @@ class RejoiningRank:
 
 
 def refuse_other_settings(rank: int, here: Mapping[str, str], there: Mapping[str, str]) -> None:
-    """Raise UnrecoverableError, naming all differences, if a restarted `rank` has other settings than its job
+    """Raise UnrecoverableError, naming all differences, if the settings of a restarted `rank` differ from its job's
     (`there`).
     """
     differences = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn --adaptra on in a program that knows nothing of it, by hooks that wait for Megatron to be imported.
+"""Turn --adaptra on in a program that does not mention it, by hooks that run when Megatron is imported.
 
-Four ways lead here. The flag alone and ADAPTRA=1 in the environment call `on_flag`, through the line of
-adaptra_megatron.pth, which Python runs at its start. `python -m adaptra_megatron SCRIPT` and `import
+There are four ways to turn it on. The flag alone and ADAPTRA=1 in the environment call `on_flag`, through the line in
+adaptra_megatron.pth that Python runs at its start. `python -m adaptra_megatron SCRIPT` and `import
 adaptra_megatron.auto` call `on_request`. Nothing is patched before Megatron's own parser has read our flags, or a
 process without that parser reaches its first iteration. This module imports little, and only from the standard library.
 """
@@ -106,7 +106,7 @@ HOOKS = {
 
 
 class BootstrapError(RuntimeError):
-    """Megatron cannot be hooked as intended; says why, and the remedy."""
+    """Megatron cannot be hooked as intended; states the reason and the remedy."""
 
 
 def on_flag() -> None:

@@ -80,8 +80,8 @@ class Enabling:
         """Decide by the --adaptra flags on `command_line` (default: the process's own), among other flags.
 
         `job`: the job's settings, as nested configurations, if they are known already. Does nothing after the first
-        decision, or if the program has patched Megatron itself. If --adaptra is on the command line but nothing has
-        asked for it, warns that it has no effect.
+        decision, or if the program has patched Megatron itself. Warns about --adaptra flags that have no effect because
+        nothing has turned the package on.
         """
         if self._decided:
             return
@@ -110,7 +110,7 @@ class Enabling:
         self.decide(parser, arguments)
 
     def decide(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-        """Patch Megatron as `arguments` say, or not; parsing the same arguments again changes nothing."""
+        """Patch Megatron or not, as `arguments` ask. Parsing the same arguments again changes nothing."""
         first, self._decided = not self._decided, True
         try:
             if not arguments.adaptra:

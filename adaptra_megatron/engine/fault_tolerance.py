@@ -49,7 +49,7 @@ class FaultTolerance(EngineFeature):
     """Fault tolerance of one process."""
 
     def __init__(self, config: AdaptraConfig, groups: FaultTolerantGroups | None = None) -> None:
-        """`groups`: Megatron's process groups; None: create them. Raises as `live_groups`."""
+        """`groups`: Megatron's process groups; None: create them. Raises the errors of `live_groups`."""
         super().__init__()
         made = live_groups(config) if groups is None else groups
         assert made is not None
@@ -82,8 +82,8 @@ class FaultTolerance(EngineFeature):
     def take_place(self) -> Mapping[str, Any] | None:
         """Rejoin the job if this process replaces a failed rank. Called before data are read for the first iteration.
 
-        Returns the others' progress, once this process has their parameters and optimizer state; None if it replaces no
-        rank, or has rejoined already. `training` must be set. Raises as `rejoining.take_place`.
+        Returns the other ranks' progress, once this process has their parameters and optimizer state; None if it
+        replaces no rank, or has rejoined already. `training` must be set. Raises the errors of `rejoining.take_place`.
         """
         place = self.groups.place
         if place is None or self.training is None or self.joining is not None:
@@ -94,8 +94,8 @@ class FaultTolerance(EngineFeature):
         return progress
 
     def save(self, write: Callable[[], Any]) -> Any:
-        """See EngineFeature. `write` sees only live ranks, numbered from 0. It is called again if a rank fails
-        meanwhile.
+        """See EngineFeature. `write` sees only live ranks, numbered from 0. It is called again if a rank fails during
+        it.
         """
         if not self._recoveries:
             return write()
@@ -286,8 +286,8 @@ class Recovery(IterationHooks):
 
 
 def _agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:
-    """Return the active plan of the leader, with which all live ranks of `job` continue. `mine`: on the leader; else
-    None.
+    """Return the leader's active plan, with which all live ranks of `job` continue. `mine`: that plan on the leader;
+    None elsewhere.
 
     `check` raises once another rank has failed. Raises LateRankError if the leader does not publish it within the
     timeout.

@@ -44,12 +44,12 @@ Inputs = Callable[[int, int], "Input"]
 
 
 class IterationHooks:
-    """Hooks of one feature into the iterations of one pipeline, on one rank. Live as long as the pipeline.
+    """Hooks of one feature into the iterations of one pipeline, on one rank. They exist as long as the pipeline.
 
     Methods do nothing, or return their argument, unless a feature overrides them. Features are called in the order of
     their list, so that the wrapper of the last one is outermost. There is a method for each wrapped value and for each
-    step that can be surrounded, so that the engine never asks whether a feature is on. `choose_work` returns work, not
-    a schedule, since routed work is that of one rank and no schedule of its pipeline.
+    step that can be surrounded, so that the engine never asks whether a feature is on. `choose_work` returns the work
+    of one rank rather than a schedule, since routed work does not follow a schedule of the rank's own pipeline.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -105,7 +105,9 @@ class IterationHooks:
         return losses
 
     def commit(self, call: PipelineCall) -> None:
-        """Act once the iteration has committed, and is not attempted again. All of it has been launched."""
+        """Act after the iteration has committed: all of its work has been launched, and it will not be
+        attempted again.
+        """
 
     def wrap_figures(self, figures: RankFigures) -> RankFigures:
         """Return the figures of a training iteration for telemetry."""

@@ -31,7 +31,7 @@ def make_planner(
     dead: Collection[Cell] = (),
     number: int = 0,
 ) -> PlannerClient:
-    """Return the client of a new planner process, which starts with the first decision from the plan in `book`.
+    """Return the client of a new planner process, whose first decision starts from the plan in `book`.
 
     `paths`: None if links have one path only. `dead`: cells that get no work. `number`: of this rank's latest plan.
     """

@@ -53,8 +53,8 @@ def make_transport(
 ) -> Transport:
     """Return the pipeline's transport. All of its ranks call this at the same point, with its first call.
 
-    `clock`: times messages between GPUs; None elsewhere. Raises TransportError on all of them alike if the requested
-    transport does not come up, or none does.
+    `clock`: times messages between GPUs; None elsewhere. Raises TransportError, alike on all ranks, if the requested
+    transport cannot be set up, or none can.
     """
     device = device_of(current_device())
     blocked = None if device is None else why_blocked(os.environ)
@@ -97,18 +97,18 @@ def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | Non
 
 
 def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:
-    """Return whether plans must assume one hardware queue that starts no kernel before the one in front of it has
+    """Return whether plans must assume a single hardware queue, which starts no kernel before the previous one has
     ended.
     """
     return has_one_queue(device) and config.queue_model == "serial"
 
 
 def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device], *, host_path: bool = True) -> bool:
-    """Return whether Megatron's own schedule and exchanges run, since no plan would be faster.
+    """Return whether Megatron's own schedule and exchanges run, because no plan would be faster.
 
-    So it is with a serial queue and no host path. `device`: called only if the answer depends on it. `host_path`:
-    whether the host path came up, if it was asked for. A given plan or given costs, and features that need the
-    executor, run all the same.
+    They do with a serial queue and without a host path. `device`: called only if the answer depends on it. `host_path`:
+    whether the host path came up, if it was asked for. The executor runs nevertheless for a given plan, for given
+    costs, and for features that need it.
     """
     needs_executor = config.is_fault_tolerant or config.staggered_optimizer or config.reroute != "off"
     measures = config.plan_csv is None and config.costs_json is None

@@ -2,8 +2,8 @@
 """Transfer the job's state from live ranks to a rejoining one, so that it can train with them.
 
 Parameters, optimizer state and counters come from the lowest live rank of the same stage and lane. With the distributed
-optimizer, the rank's own shard comes from the holder of its copy (`shard_copies`), and the copy that it must hold from
-the owner of that shard.
+optimizer, the rank's own shard comes from the holder of its copy (`shard_copies`). The copy of another shard that the
+rank must hold comes from that shard's owner.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _SETTINGS = (
 
 
 class HandOverLateError(RejoiningLateError):
-    """A rejoining rank is stopped, too slow or gone; training continues without it."""
+    """A rejoining rank is stopped, too slow or has ended; training continues without it."""
 
     def __init__(self, rank: int, late_s: float, patience_s: float) -> None:
         super().__init__((rank,), late_s)
@@ -149,7 +149,7 @@ class RejoiningEntry(JobEntry):
         return joined.control.in_generation(joined.generation.id)
 
     def wait(self, wait: Callable[[], Result], what: str) -> Result:
-        """See JobEntry. Raises as `Joining.check` if other ranks of the cell fail before they come."""
+        """See JobEntry. Raises the errors of `Joining.check` if other ranks of the cell fail before they come."""
         return interruptible(wait, self._joining.check, self._joining.newcomer.timeout_s, what)
 
 
@@ -227,11 +227,11 @@ def hand_over(
     patience_s: float = PATIENCE_S,
     check: Callable[[], None] = lambda: None,
 ) -> float:
-    """Send this rank's share of the state to the rejoining ranks of `generation`; return how late they were, in
+    """Send this rank's share of the state to the rejoining ranks of `generation`; return their total lateness in
     seconds.
 
-    `patience_s`: limit of their total lateness (see `_Lateness`). `check`: raises when the transfer has to stop. Raises
-    HandOverLateError beyond the limit, RuntimeError if a rejoining rank failed, or ended because what it received was
+    `patience_s`: limit of that lateness (see `_Lateness`). `check`: raises when the transfer has to stop. Raises
+    HandOverLateError beyond the limit, RuntimeError if a rejoining rank failed, or ended because the received state was
     wrong.
     """
     layout, timeout_s = pipeline.job.layout, pipeline.job.timeout_s
@@ -475,7 +475,8 @@ class _Channel:
 def take_place(newcomer: RejoiningRank, training: Training) -> tuple[Joining, Mapping[str, Any]]:
     """Wait for admission to the job and receive its state; return the state and the training's progress.
 
-    Raises as `RejoiningRank.stand_ready` and `take_over`, and EpochEndedError if another rank fails meanwhile.
+    Raises the errors of `RejoiningRank.stand_ready` and `take_over`, and EpochEndedError if another rank fails
+    meanwhile.
     """
     layout = newcomer.layout
     for optimizer in training.optimizers:

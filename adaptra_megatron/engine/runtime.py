@@ -98,9 +98,9 @@ class AdaptraRuntime:
     def forward_backward(
         self, arguments: Mapping[str, Any], *, interleaved: bool, stock: Callable[..., Any] | None = None
     ) -> Any:
-        """Run one call of Megatron's forward_backward function, training or evaluation; return what stock returns.
+        """Run one call of Megatron's forward_backward function, training or evaluation; return the same as stock.
 
-        That is the loss functions' results in micro-batch order on the last stage, else an empty list. `stock`:
+        On the last stage these are the loss functions' results in micro-batch order, else an empty list. `stock`:
         Megatron's function. It runs instead if orders are only observed and a feature needs its own order, or if no
         plan would be faster. Raises UnsupportedFeatureError or a plan's error before anything is computed,
         TransportError or ExchangeError if a peer fails.
@@ -172,7 +172,7 @@ class AdaptraRuntime:
         """Apply deferred optimizer updates, so that parameters and optimizer state equal stock's here. Collective over
         the job.
 
-        For scripts that read them between iterations other than by Megatron's save_checkpoint and evaluations.
+        For scripts that read either between iterations, other than by Megatron's save_checkpoint and evaluations.
         """
         for each in self._features:
             each.settle()
@@ -263,10 +263,10 @@ class AdaptraRuntime:
         return None
 
     def close(self) -> bool:
-        """Release transports, threads and trace files. Called at the process's end by itself.
+        """Release transports, threads and trace files. Also called automatically at the process's end.
 
-        Returns False if work on a GPU cannot be ended. Does nothing in a forked child, whose connections are its
-        parent's.
+        Returns False if work on a GPU cannot be ended. Does nothing in a forked child, whose connections belong to the
+        parent.
         """
         atexit.unregister(self._close_at_exit)
         if not self._owner.is_this:
@@ -280,7 +280,7 @@ class AdaptraRuntime:
         return all(ended)
 
     def _say_it_is_on(self) -> None:
-        """Log that the package is on, with the first schedule: a process that only parses flags runs none."""
+        """Log that the package is on. Called with the first schedule, as a process that only parses flags runs none."""
         if not self._is_on and not (dist.is_initialized() and dist.get_rank()):
             text = "%s is on, policy %s; to train without it, set %s=1"
             logger.info(text, adaptra_megatron.__version__, self._config.policy, OFF_VARIABLE)

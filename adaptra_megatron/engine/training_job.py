@@ -43,7 +43,7 @@ class Counters(NamedTuple):
 
 
 class JobEntry:
-    """Way of a pipeline into its job: with all other ranks, at its first call."""
+    """How a pipeline enters its job: with all other ranks, at its first call."""
 
     rejoins = False
     """True if the other ranks have begun before."""

@@ -30,7 +30,7 @@ _TAG = 0
 
 
 class PeerError(RuntimeError):
-    """A replica failed during a gradient synchronisation; names it, what was seen and the remedy."""
+    """A replica failed during a gradient synchronisation; names it, the observation and the remedy."""
 
 
 class PeerMessage(NamedTuple):
@@ -58,8 +58,8 @@ class PeerExchange(Protocol):
 
 
 class Begun(NamedTuple):
-    """An exchange in progress. Wait for each direction; None if there is no message, or the host need not wait
-    for it.
+    """An exchange in progress, with a wait for each direction; None if there is no message, or the host need
+    not wait.
     """
 
     sent: Callable[[], None] | None
@@ -163,7 +163,7 @@ class Peers:
         return found
 
     def settle(self) -> None:
-        """Wait for all work in streams. Raises PeerError if none of it has ended for the timeout."""
+        """Wait for all work in streams. Raises PeerError if no part of it has ended within the timeout."""
         moved_s = time.monotonic()
         while self._standing:
             peers, work = self._standing[0]
@@ -215,7 +215,7 @@ class Peers:
         return self._error(mine, cause)
 
     def _launch(self, sends: PeerMessage | None, receives: PeerMessage | None, peers: Sequence[int]) -> list[int]:
-        """Return keys in `_works` of the receive and the send; none for work in a stream."""
+        """Return the keys in `_works` of the receive and the send; an empty list for work in a stream."""
         backend = self._backend
         operations = [
             (launch, message)
@@ -258,7 +258,7 @@ class Peers:
     def _trace(self, accusers: dict[int, frozenset[int]]) -> None:
         """Follow the chain of waits: add the ranks that each accused rank accuses itself.
 
-        A rank further up the chain may reach its timeout first, so the accused have _TRACED_S to accuse others. Raises
+        A rank further up the chain may reach its timeout first, so accused ranks get _TRACED_S to accuse others. Raises
         RuntimeError if the store does not answer.
         """
         until_s = time.monotonic() + _TRACED_S

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log of the order in which replicas arrive: a list in the job's store, to which each replica appends.
 
-No rank decides for others. Each follows the list in a thread, and computes the same updates (`sync_modes.updates`) and
-the same modes.
+No rank decides for others: each reads the list in a thread, and computes the same updates (`sync_modes.updates`) and
+the same modes from it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _AGES = timedelta(days=3650)
 class DeathWatch:
     """Detects the failure of one other rank: ranks form a ring, and each watches the next by a connection.
 
-    The kernel closes the connection when the process ends. A process that is stopped (SIGSTOP) or slow, or whose host
-    is cut off, keeps it: timeouts elsewhere detect those.
+    The kernel closes the connection when the process ends. The connection stays open if the process is stopped
+    (SIGSTOP) or slow, or its host is cut off; timeouts elsewhere detect those cases.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class UpdateLog:
         carry: Carry,
     ) -> None:
         """`replicas`: a global rank of each, for messages. `own`: index of this rank's replica. `timeout_s`: longest
-        wait for other replicas; a straggler may take that long. `carry`: called in the thread.
+        wait for other replicas, including stragglers. `carry`: called in the thread.
 
-        `leads`: True on the one rank of the replica that appends to the list: the one whose gradients are complete
-        last.
+        `leads`: True on the one rank of the replica that appends to the list, which is the last one to have complete
+        gradients.
         """
         self._replicas, self._own, self._rank, self._leads = tuple(replicas), own, rank, leads
         self._timeout_s, self._carry = timeout_s, carry

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe import moe_utils
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference: what moved, since which release, and how it is detected."""
+    """One difference: what changed, since which release, and how it is detected."""
 
     what: str
     since: str

@@ -20,7 +20,9 @@ class StageComputation(Protocol):
     """Interface of the computation that the executor runs; emulation wraps these three methods."""
 
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return the output of the chunk; on the last virtual stage, the loss. `input_tensor` is None on the first."""
+        """Return the output of the chunk; on the last virtual stage, the loss. `input_tensor` is None on the first
+        stage.
+        """
 
     def backward(
         self,
@@ -78,7 +80,7 @@ class SurroundedComputation:
 
 
 class Input(NamedTuple):
-    """Input of Megatron's forward_step for a micro-batch, apart from the activation of another stage."""
+    """Input of Megatron's forward_step for a micro-batch, besides the activation of another stage."""
 
     iterator: Iterator[Any] | None
     """Iterator whose next item is the micro-batch's data."""

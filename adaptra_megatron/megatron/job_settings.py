@@ -64,9 +64,9 @@ RATES = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_rou
 
 
 def settings_of_command_line(words: Sequence[str]) -> SimpleNamespace:
-    """Return the settings in Megatron-LM's flags, and in those of forks, which its parser would not know.
+    """Return the settings in Megatron-LM's flags, and in the flags of forks, which Megatron-LM's parser would reject.
 
-    A flag's setting has its name. Its value is the words up to the next flag, or True without any.
+    A setting has the name of its flag. Its value is the words up to the next flag, or True if there are none.
     """
     found: dict[str, Any] = {}
     name = None
@@ -83,10 +83,10 @@ def settings_of_command_line(words: Sequence[str]) -> SimpleNamespace:
 
 
 def settings_of_objects(root: Any) -> SimpleNamespace:
-    """Return the settings in nested configurations: those of Megatron-Bridge and NeMo, and documents.
+    """Return the settings in nested configurations of Megatron-Bridge and NeMo, or in documents.
 
-    If two configurations have a setting of one name, the outer one counts unless it is None. Exceptions are
-    configurations that are applied later, and settings that are on wherever they stand.
+    If two configurations have a setting of the same name, the outer one counts unless it is None. Exceptions are
+    configurations that are applied later, and settings that are on wherever they occur.
     """
     found: dict[str, Any] = {}
     later: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def check_numbers(settings: SimpleNamespace) -> None:
 
 
 def _class_name(place: str, each: Any) -> str:
-    """Return the class name of a configuration; in a document, its target or the name that it stands under."""
+    """Return the class name of a configuration; in a document, its target or its key."""
     if isinstance(each, Mapping):
         return str(each.get("_target_") or place.title().replace("_", ""))
     made_by = getattr(each, "__fn_or_cls__", type(each))  # fiddle's
@@ -141,8 +141,9 @@ def _class_name(place: str, each: Any) -> str:
 
 
 def _is_of_adapters(place: str, each: Any, fields: Mapping[str, Any]) -> bool:
-    """Return whether a configuration is of adapters that are trained in place of the layers: of none where the size is
-    0, as by verl's default."""
+    """Return whether a configuration describes adapters that are trained in place of the layers. A size of 0, verl's
+    default, means no adapters.
+    """
     if not any(ADAPTER_SECTION.fullmatch(name) for name in (place, _class_name(place, each))):
         return False
     return any(_value(str(fields[name])) not in (None, 0) for name in ADAPTER_SIZES if name in fields)
@@ -188,7 +189,7 @@ def _complete(settings: dict[str, Any]) -> SimpleNamespace:
 
 
 def _freezes(settings: Mapping[str, Any]) -> bool:
-    """Return whether the linear layers of the model are not trained themselves."""
+    """Return whether the model's own linear layers are not trained."""
     named = [value for name in TUNERS if isinstance(value := settings.get(name), str)]
     if named:
         adapters = any(map(ADAPTERS.search, named))

@@ -205,8 +205,8 @@ def _process_groups(arguments: Mapping[str, Any]) -> tuple[torch.distributed.Pro
 def message_shape(
     arguments: Mapping[str, Any], config: Any, groups: Any, *, interleaved: bool
 ) -> tuple[int, ...] | None:
-    """Return the shape of messages between stages, from the `arguments` of stock's schedule; None if each message has
-    its own.
+    """Return the shape of messages between stages, from the `arguments` of stock's schedule; None if shapes differ
+    between messages.
     """
     # What a stage of multi-token prediction alone hands on has a sequence per prediction; stock sends shapes, too.
     if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do what Megatron's schedules do around the actions of an iteration, and with each output that has been sent."""
+"""Do what Megatron's schedules do before and after the actions of an iteration, and with each output that has been
+sent.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
 def repeats_iteration() -> bool:
-    """Return whether Megatron repeats the previous iteration with its data and random states, since a result was odd.
+    """Return whether Megatron repeats the previous iteration with its data and random states, to check a suspicious
+    result.
 
     The answer is equal on all ranks (megatron/core/rerun_state_machine.py:
     RerunStateMachine.should_run_forward_backward).
@@ -31,7 +34,7 @@ def repeats_iteration() -> bool:
 
 @contextmanager
 def iteration(call: PipelineCall) -> Iterator[Any]:
-    """Do what stock does before its first action and after its last; yield the embedding module for
+    """Do what stock does before its first and after its last action; yield the embedding module for
     `finish_gradients`.
     """
     config, embedding = call.config, None
@@ -49,10 +52,9 @@ def iteration(call: PipelineCall) -> Iterator[Any]:
 
 
 def forget_gradients(call: PipelineCall) -> None:
-    """Reset the model's gradients and reductions after an attempt that did not finish, so that the next one begins
-    afresh.
+    """Reset the model's gradients and reductions after an attempt that did not finish, before the next attempt.
 
-    Gradients are zero then and no reduction is pending (distributed/param_and_grad_buffer.py:
+    Afterwards gradients are zero and no reduction is pending (distributed/param_and_grad_buffer.py:
     _ParamAndGradBucketGroup).
     """
     chunk: Any
@@ -74,8 +76,8 @@ def free_content(call: PipelineCall, output: torch.Tensor) -> None:
 def finish_gradients(call: PipelineCall, tokens: torch.Tensor, embedding: Any, *, degraded: bool = False) -> None:
     """Do what stock does after the last action of a training iteration.
 
-    `tokens`: scalar, of all micro-batches computed here. `degraded`: whether cells are dead, so that stages differ in
-    their number of replicas.
+    `tokens`: their number in all micro-batches computed here, a scalar tensor. `degraded`: whether cells are dead, so
+    that stages differ in their number of replicas.
     """
     config = call.config
     if config.finalize_model_grads_func is None:

@@ -3,7 +3,7 @@
 
 Once plans differ, such ranks would reach the collectives in different orders and wait for each other for ever. The
 guard checks all calls of torch's process groups from Python in the first training iteration, in which all replicas
-still run one order.
+still run the same order.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True)
 class Prospects:
-    """Verdict on a job: whether it would start, and what it would get."""
+    """Verdict on a job: whether it would start, and which features it would get."""
 
     verdict: str
     split: str

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class UnsupportedFeatureError(RuntimeError):
-    """A Megatron feature does not work together with --adaptra; says which, why, and what to drop."""
+    """A Megatron feature does not work together with --adaptra; names the feature, the reason and the flag to drop."""
 
     def __init__(self, what: str, why: str = "") -> None:
         super().__init__(f"{what}: {why}" if why else what)
@@ -38,8 +38,8 @@ def _setting(name: str) -> Callable[[Any], bool]:
 
 
 def _either(*names: str) -> Callable[[Any], bool]:
-    """Return a test of whether any of several settings is on, or one setting under its names in arguments and
-    configs.
+    """Return a test of whether any of several settings is on, or of one setting that has different names in arguments
+    and configs.
     """
     return lambda config: any(bool(getattr(config, name, False)) for name in names)
 
@@ -273,7 +273,8 @@ SYNC_MODES = (
 
 
 def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
-    """Raise UnsupportedFeatureError for the first feature with which replicas cannot make updates without each other.
+    """Raise UnsupportedFeatureError for the first feature that prevents replicas from making updates without each
+    other.
 
     `settings`: Megatron's parsed arguments, or its configs.
     """

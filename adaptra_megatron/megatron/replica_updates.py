@@ -2,9 +2,9 @@
 """Train with parameter updates that need not include all replicas (--adaptra-sync-mode; STAR, arXiv 2512.09685).
 
 An iteration of the training script is an update. A replica whose gradient is late misses updates. It runs through those
-iterations without computing, so that its counters and learning rate equal the others'. Then it either makes a later
-update with its gradient, from the parameters of a replica that is up to date; or it has given its gradient to another
-replica, in exchange for parameters and optimizer state, and goes on.
+iterations without computing, so that its counters and learning rate equal the others'. Then there are two ways to
+continue. Either it makes a later update with its gradient, from the parameters of an up-to-date replica; or it has
+given its gradient to another replica, in exchange for parameters and optimizer state.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def computing_s(begun_s: float) -> float:
 
 
 class ReplicaUpdates:
-    """Partial updates of one rank. All ranks of a replica make the same calls, and so come to the same results."""
+    """Partial updates of one rank. All ranks of a replica make the same calls, and so get the same results."""
 
     def __init__(self, mode: str, max_staleness: int, timeout_s: float | None) -> None:
         """`mode`: a key of `KINDS`. `timeout_s`: longest wait for other replicas; None: the timeout of the
@@ -121,8 +121,8 @@ class ReplicaUpdates:
     def iterate(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """Run one call of Megatron's forward_backward function by `run`; return its result. `arguments`: of the call.
 
-        In a training iteration that this replica misses, returns the losses of the one before. Raises
-        UnsupportedFeatureError before the first, PeerError if other replicas fail.
+        In a training iteration that this replica misses, returns the losses of the previous one. Raises
+        UnsupportedFeatureError before the first iteration, PeerError if other replicas fail.
         """
         self._update, self._apart = None, False
         if arguments.get("forward_only"):
@@ -297,7 +297,8 @@ class ReplicaUpdates:
 def _send_state(peers: Peers, target: int, model: list[Any], optimizers: list[Any]) -> None:
     """Send model and optimizer state, as a size and one packet.
 
-    One packet, since each message may wait for a core. It needs a copy of the whole state in this process's memory.
+    It is one packet because each message may wait for a CPU core. This takes a copy of the whole state in this
+    process's memory.
     """
     parts: list[torch.Tensor] = []
     sender = StateSender(lambda tensor: parts.append(tensor.clone().view(torch.uint8)))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take optimizer steps without waiting for the slowest stage (ReCycle, section on the staggered optimizer).
 
-Stock's step begins with the norm of all gradients, a barrier over the job: a stage with ready gradients waits for those
-of the last stage. Here each stage but the last takes its step at once, as if no gradient had to be clipped, and
+Stock's step begins with the norm of all gradients, a barrier over the job: a stage with ready gradients waits for the
+last stage's gradients. Here each stage but the last takes its step at once, as if no gradient had to be clipped, and
 continues with the next iteration's forwards while the norm is summed. Below --clip-grad stock does not scale gradients,
-so such a step equals stock's to the bit. If the norm turns out to be above, the iteration in progress runs to its end,
-since its messages are in flight, and is discarded. Each stage undoes its step and repeats it with clipped gradients.
-Then the iteration runs again with the same data and random numbers.
+so such a step equals stock's bit for bit. If the norm turns out to be above --clip-grad, the iteration in progress runs
+to its end, since its messages are in flight, and is discarded. Each stage undoes its step and repeats it with clipped
+gradients. Then the iteration runs again with the same data and random numbers.
 
-All ranks decide alike: from the norms of all earlier iterations, which are equal everywhere.
+All ranks make the same decision, from the norms of all earlier iterations, which are equal everywhere.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_f
 
 
 class StepUndo:
-    """State of Megatron's optimizers before a step.
+    """State of Megatron's optimizers before a step, for undoing it.
 
-    It is a copy: inverting the arithmetic would give other bits. With Adam and main parameters in single precision it
-    takes 16 bytes for each parameter that is stepped here (all of the stage's, or this rank's shard): main parameter,
-    two moments, gradient.
+    The state is copied, as inverting the arithmetic would give other bits. With Adam and main parameters in single
+    precision the copy takes 16 bytes for each parameter that is stepped here (all parameters of the stage, or of this
+    rank's shard): main parameter, two moments, gradient.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -50,7 +50,7 @@ class StepUndo:
     def go_back(self) -> list[dict[str, Any]]:
         """Restore the state; return the parameter groups' present settings (learning rate and so on), for `go_on`.
 
-        They are those of the next step.
+        These settings belong to the next step.
         """
         for tensor, kept in self._kept:
             tensor.copy_(kept)
@@ -132,8 +132,8 @@ class StaggeredOptimizer:
     def step(self, optimizer: Any, stock: Callable[[], Stepped]) -> Stepped:
         """Take one step of `optimizer` (a ChainedOptimizer), by `stock` or before the norm is known.
 
-        Collective over the model, as stock's step. Raises UnsupportedFeatureError for optimizers whose steps cannot be
-        undone.
+        Collective over the model, like stock's step. Raises UnsupportedFeatureError for optimizers whose steps cannot
+        be undone.
         """
         if not self._looked_at:
             _refuse(optimizer)

@@ -2,14 +2,15 @@
 """Prove lower bounds on the time of any schedule.
 
 All micro-batches cost the same, so only counts matter: the m-th F of a virtual stage is whichever starts m-th there. It
-needs m activations to have arrived, so m forwards of the previous virtual stage must have ended, and m messages have
-passed one after the other over the link. Likewise for B and W. A whole backward is I and W in one, but sends and
-releases later, so bounds of split schedules hold for all. By induction this gives
+needs m activations to have arrived, so m forwards of the previous virtual stage must have ended, and m messages must
+have passed one after the other over the link. The same holds for B and W. A whole backward equals I and W together, but
+sends and releases later, so bounds of split schedules hold for all schedules. By induction this gives
 
 - heads: the earliest start of the m-th F, B and W of each virtual stage;
 - tails, by the same induction backwards in time: the least time from the start of the m-th from last to the end.
 - A cap makes the m-th F wait until enough B and W of its stage have ended to leave room for it, each of which has a
-  round trip of its own: a round trip per cap of micro-batches, also at the beginning and end of the iteration.
+  round trip of its own. So there is one round trip for every cap of micro-batches, also at the beginning and end of the
+  iteration.
 - A stage does one action at a time and a link carries one message at a time. Jackson's preemptive schedule of all of
   them with their heads and tails (Carlier, "The one-machine sequencing problem", 1982) bounds every real one.
 

@@ -53,15 +53,18 @@ PerMicroBatch = tuple[tuple[tuple[float, ...], ...], ...]
 class Costs:
     """Costs of one iteration of a pipeline.
 
-    `forward_s[stage][chunk]` and so on are seconds; `backward_s` are those of whole backwards, None where they take
-    what input and weight gradients take. `links[(source, target)]` joins pipeline ranks that are neighbours or exchange
-    messages in the placement; what is not listed costs nothing. Messages of one link arrive in the order in which they
-    were sent. `max_in_flight[stage]` is the cap on activations held at once: each forward takes 1, its input gradient
-    gives `released_at_backward_input[stage]` back and its weight gradient the rest; None means no cap. Below 0, an
-    input gradient adds to what is held. `shared_queue`: whether a stage's computation and its transfers over rendezvous
-    links stand in one hardware queue; `serial_queue`: whether each of them also waits there for the end of the one
-    before. Micro-batches that differ (in length, say) have a factor on the seconds of a
-    table: `micro_batch_factors[name][stage][chunk][micro_batch]`; tables that it does not name are the same for all.
+    `forward_s[stage][chunk]` and the other tables are seconds. `backward_s` are seconds of whole backwards; None: the
+    sum of input and weight gradient. `links[(source, target)]` joins pipeline ranks that are neighbours or exchange
+    messages in the placement; unlisted links cost nothing. Messages of one link arrive in the order in which they were
+    sent.
+
+    `max_in_flight[stage]` is the cap on activations held at once; None: no cap. Each forward takes 1, its input
+    gradient gives `released_at_backward_input[stage]` back (below 0: takes more) and its weight gradient the rest.
+    `shared_queue`: whether a stage's computation and its transfers over rendezvous links share one hardware queue.
+    `serial_queue`: whether each operation in that queue also waits for the end of the previous one.
+
+    If micro-batches differ (in length, say), a table's seconds are multiplied by
+    `micro_batch_factors[name][stage][chunk][micro_batch]`. Unnamed tables are the same for all micro-batches.
 
     Raises CostError at construction for anything inconsistent.
     """

@@ -2,13 +2,13 @@
 """Read and write schedules as CSV of torch.distributed.pipelining: `compute_only`, which we write, and `compute_comms`.
 
 There is one row per pipeline rank and one cell per action: `0F0,1F0,1I0,1W0,0B0` is virtual stage, kind, micro-batch.
-Torch calls the virtual stage "stage index". The rows of its actions tell which rank runs it: torch's "loop" style is
-Megatron's placement, its "v" style is `ir.v_shape`.
+Torch calls the virtual stage "stage index". A virtual stage belongs to the rank in whose row its actions are: torch's
+"loop" style is Megatron's placement, its "v" style is `ir.v_shape`.
 
-Torch leaves cells empty where a rank idles; only the order of the others counts. Sends and receives (`0SEND_F0`) follow
-from it and are left out, as are those of FSDP (`0UNSHARD`). Before torch 2.6 an input gradient was called B, as whole
-backwards are today: a B with a W of its own is an input gradient; `BW` is whole. Overlapped actions,
-`(0F2;3B0)OVERLAP_F_B`, become a forward and then a backward.
+Torch leaves cells empty where a rank idles; only the order of the other cells counts. Sends and receives (`0SEND_F0`)
+follow from that order and are left out, as are the actions of FSDP (`0UNSHARD`). Before torch 2.6 an input gradient was
+called B, as whole backwards are today. So a B that has a W is an input gradient, and `BW` is a whole backward.
+Overlapped actions, `(0F2;3B0)OVERLAP_F_B`, become a forward and then a backward.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class _Cell(NamedTuple):
 def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
     """Parse CSV text as torch's `_dump_csv` writes it; return the schedule.
 
-    Stages are the rows; blank lines at the end are ignored. The placement is Megatron's if all virtual stages stand
-    where Megatron has them, else the one of the rows. `chunks` None infers the chunks from the largest virtual stage;
-    the number of micro-batches is inferred from the largest one. Raises ScheduleError, naming row and column (from 1),
-    for a cell that is no F, B, I or W, that names a chunk beyond `chunks`, or whose virtual stage belongs to the row of
-    another rank. Does not check whether the schedule can run: see `schedule_checks.check_schedule`.
+    Each row is a stage; blank lines at the end are ignored. The placement is Megatron's if it agrees with the rows,
+    else it is taken from the rows. `chunks` None infers the chunks from the largest virtual stage; the number of
+    micro-batches is inferred from the largest one. Raises ScheduleError, naming row and column (from 1), for a cell
+    that is no F, B, I or W, that names a chunk beyond `chunks`, or whose virtual stage belongs to the row of another
+    rank. Does not check whether the schedule can run: see `schedule_checks.check_schedule`.
     """
     if chunks is not None and chunks < 1:
         raise ScheduleError(f"chunks must be at least 1, got {chunks}")

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage of each virtual stage; a stage's chunks are its virtual stages in model order.
+    """The stage of each virtual stage. A stage's chunks are its virtual stages in model order.
 
     All stages hold equally many chunks, at least one. Raises ScheduleError at construction for any other table.
     """

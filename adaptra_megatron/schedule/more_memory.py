@@ -31,10 +31,10 @@ def more_memory(
 ) -> tuple[Bought, ...]:
     """Return caps above those of `costs`, ascending, each of which shortens the iteration by `least_gain` or more.
 
-    `makespan_s` plans: it returns the seconds of an iteration within the caps of its argument. Caps are tried in
-    growing steps up to the number of micro-batches in all chunks, or until no cap is worth 1%. Empty if a stage has no
-    cap. `within_s`: seconds of a known plan within the caps of `costs`. A quick plan for a higher cap may be slower
-    than it, and does not count.
+    `makespan_s` plans under the given caps and returns the seconds of an iteration. Caps are tried in growing steps up
+    to the number of micro-batches in all chunks, or until no cap gains 1%. The result is empty if a stage has no cap.
+    `within_s`: seconds of a known plan within the caps of `costs`. A quick plan for a higher cap is ignored if it is
+    slower than that.
     """
     caps = [cap for cap in costs.max_in_flight if cap is not None]
     if len(caps) < costs.stages:

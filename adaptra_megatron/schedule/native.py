@@ -59,7 +59,7 @@ def encode_schedule(schedule: Schedule) -> list[list[int]]:
 
 
 def decode_orders(codes: Sequence[Sequence[int]], costs: Costs) -> Schedule:
-    """Return the schedule that the codes of all stages stand for."""
+    """Return the schedule that the codes of all stages represent."""
     problem = problem_from_costs(costs)
     return Schedule(
         stages=costs.stages,

@@ -53,10 +53,10 @@ def repeated(schedule: Schedule, times: int) -> Schedule:
 def plan_for_period(
     costs: Costs, *, deadline_s: float | None = None, patience_s: float | None = None, split: bool = True
 ) -> Plan:
-    """Return the schedule of least period: that of `plan`, of online dispatch, or ZB-H2 if the caps permit it.
+    """Return the schedule with the shortest period: from `plan`, from online dispatch, or ZB-H2 if the caps permit it.
 
-    Among equals, the one that holds the fewest activations. `makespan_s` of the result is the period, and the bound
-    is of periods. Arguments and errors are those of `plan`.
+    Among equally fast schedules, returns the one that holds the fewest activations. In the result, `makespan_s` is the
+    period, and the bound is a bound on periods. Arguments and errors are those of `plan`.
     """
     best = plan(costs, deadline_s=deadline_s, patience_s=patience_s, split=split)
     known = [best.schedule]

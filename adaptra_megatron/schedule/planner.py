@@ -43,7 +43,7 @@ _STARTS = 3
 
 
 class PlanError(CostError):
-    """No schedule fits the caps: the message names the stage, what is needed and what is given."""
+    """No schedule fits the caps; names the stage, the activations that it needs and its cap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +77,14 @@ def plan(
     """Return the best schedule found for `costs`; among equally fast ones, the one that holds the fewest activations.
 
     Deterministic: work is limited by a number of simulated actions, `deadline_s * ACTIONS_PER_SECOND`, never by a
-    clock; at least one schedule is made. After a first search, the rest goes to searches for nearby costs, and then to
-    a longer search that starts from the best of them. `progress` gets the number of finished searches.
+    clock; at least one schedule is made. After a first search, the remaining work goes to searches for nearby costs,
+    and then to a longer search that starts from the best of them. `progress` is called with the number of finished
+    searches.
 
-    While the plan is more than `ENOUGH` above its bound, `patience_s` are spent instead, if more (None: `PATIENCE_S`
-    without a deadline, else nothing). Stages keep backwards whole if that is faster or holds less; with `split` False
-    all do, for models whose backward cannot be split. In a shared queue the plan is never slower than stock's order if
-    that fits the caps; with a V placement, never slower than an order of `v_shaped` that does.
+    While the plan is more than `ENOUGH` above its bound, the limit is `patience_s` if that is longer (None:
+    `PATIENCE_S` without a deadline, else 0). Stages keep backwards whole if that is faster or holds less; with `split`
+    False all do, for models whose backward cannot be split. In a shared queue the plan is never slower than stock's
+    order if that fits the caps; with a V placement, never slower than any order of `v_shaped` that does.
 
     Raises PlanError if no schedule fits the caps.
     """
@@ -166,8 +167,9 @@ def _faster(best: Plan, schedule: Schedule, costs: Costs) -> Plan:
 def nearby_costs(costs: Costs, number: int) -> Costs:
     """Return the `number`-th neighbour of `costs`: the same every time, with the same caps.
 
-    A plan for it, tried on the real costs, may be better than theirs, since local search then stops at another
-    optimum (noising method). Latencies are raised rather than lowered, which only holds more activations.
+    A plan for the neighbour may be better for `costs` than a plan made for them, since local search then stops at
+    another optimum (noising method). Latencies are raised rather than lowered, since that only makes plans hold more
+    activations.
     """
     random = Random(number)
     stretch = _LATENCY_STRETCHES[number % len(_LATENCY_STRETCHES)]

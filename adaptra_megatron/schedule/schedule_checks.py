@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a schedule can run: complete, ordered, within the cap, free of deadlock."""
+"""Check that a schedule can run: it is complete and ordered, keeps the cap, and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ def _fail(schedule: Schedule, blocked: dict[int, Action]) -> None:
 
 
 def _needed(schedule: Schedule, action: Action) -> Action:
-    """Return the action of another virtual stage that sends what `action` needs; that backward may be whole or
-    split."""
+    """Return the action of another virtual stage that sends the message for `action`. If that is a backward, it may be
+    whole or split.
+    """
     placement, forward = schedule.placement, action.kind is Kind.FORWARD
     place = (placement.previous_place if forward else placement.next_place)(action.stage, action.chunk)
     assert place is not None, "what needs no message is never blocked"
@@ -99,13 +100,13 @@ def check_schedule(
     max_in_flight: Sequence[float | None] | None = None,
     released_at_backward_input: Released = 0.0,
 ) -> None:
-    """Return if the schedule can run; else raise ScheduleError for the first thing wrong.
+    """Return if the schedule can run; else raise ScheduleError for the first fault.
 
-    Checked in this order: every stage runs each of its forwards and backwards exactly once, in the right order and,
-    per chunk, by ascending micro-batch (which is what keeps gradient sums bitwise equal to stock's); no stage holds
-    more than `max_in_flight[stage]` activations (None: no cap), where a forward takes 1, an input gradient gives
-    `released_at_backward_input` back (below 0: takes more) and the weight gradient the rest; and the stages' orders do
-    not wait on each other for ever. Linear in the number of actions.
+    Checked in this order. Every stage runs each of its forwards and backwards exactly once, in the right order and, per
+    chunk, by ascending micro-batch (which keeps gradient sums bitwise equal to stock's). No stage holds more than
+    `max_in_flight[stage]` activations (None: no cap): a forward takes 1, an input gradient gives
+    `released_at_backward_input` back (below 0: takes more) and the weight gradient the rest. The stages' orders do not
+    deadlock. Linear in the number of actions.
     """
     for name in ("stages", "chunks", "micro_batches"):
         if getattr(schedule, name) < 1:

@@ -8,11 +8,11 @@ once. A link carries messages in the order in which they were handed over: each 
 busy for `occupancy_s` and arrives `latency_s` after that. With two stages and several chunks, or a V placement, one
 directed link carries activations and gradients.
 
-A rendezvous link is busy for both, and a transfer starts when both of its ends have. Hosts issue all work far ahead, in
-the launch order (see `launch_order`). With separate queues that posts every receive in time. With `Costs.shared_queue`
-a stage's operations start in the order of issue: none starts while an earlier one waits, an action for its message, a
-send for its action, or a receive for the link's previous message. With `Costs.serial_queue` none starts before the
-earlier ones have ended, either.
+A rendezvous link is busy during both times, and a transfer starts once both of its ends have started. Hosts issue all
+work far ahead, in the launch order (see `launch_order`). With separate queues every receive is therefore posted in
+time. With `Costs.shared_queue` a stage's operations start in the order of issue. None starts while an earlier one
+waits: an action for its message, a send for its action, or a receive for the link's previous message. With
+`Costs.serial_queue` none starts before the earlier ones have ended, either.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Sim
 def simulate_online(costs: Costs) -> Simulation:
     """Dispatch online: each stage runs the first of B > F > W that is ready and within its cap, else waits.
 
-    F and B of a chunk run in ascending micro-batch order, W in the order of their I. Among chunks that are ready, the
-    one that comes first in Megatron's interleaved order goes first. Stages that decide at the same instant do so in
-    ascending order. A stage whose cap has no room for what an input gradient adds runs whole backwards. A shared queue
-    counts for nothing. Raises CostError if some stage's cap cannot hold one activation of each of its chunks.
+    F and B of a chunk run in ascending micro-batch order, W in the order of their I. Among ready chunks, Megatron's
+    interleaved order decides. Stages that decide at the same instant do so in ascending order. A stage whose cap has no
+    room for the addition of an input gradient runs whole backwards. Shared queues are ignored. Raises CostError if some
+    stage's cap cannot hold one activation of each of its chunks.
     """
     require_room_for_chunks(costs)
     dispatched = _native.dispatch(problem_from_costs(costs))

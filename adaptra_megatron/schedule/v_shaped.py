@@ -31,8 +31,8 @@ def zb_v(stages: int, micro_batches: int) -> Schedule:
 def dualpipe_v(stages: int, micro_batches: int) -> Schedule:
     """DualPipe-V: DeepSeek's DualPipe cut in half, by the steps of its `dualpipe/dualpipev.py`.
 
-    Its overlapped pairs, a forward and a backward of the other chunk, run here one after the other. With equal times of
-    F, I and W, no stage idles longer than `stages - 1` of them, and every stage holds at most `2 stages + 1`
+    DualPipe overlaps a forward with a backward of the other chunk; here the two run one after the other. With equal
+    times of F, I and W, no stage idles longer than `stages - 1` of them, and every stage holds at most `2 stages + 1`
     activations of one chunk.
     """
     require_counts(stages=stages, micro_batches=micro_batches)

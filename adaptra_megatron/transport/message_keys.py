@@ -3,7 +3,7 @@
 
 Rules that each transport keeps, and that the executor relies on:
 
-1. A key names one message of the job, for good. Both ends derive it from the schedule; nothing negotiates it.
+1. A key names one message of the job and is never reused. Both ends derive it from the schedule, without negotiation.
 2. A receiver posts the keys of one peer in the order in which the peer sends them. Paths that carry no key (NCCL, gloo)
    match by order.
 3. Each message is delivered once and whole, or its `wait` raises. No message of an earlier attempt is delivered.
@@ -62,8 +62,8 @@ class MessageKey(NamedTuple):
         return self.spelled()
 
     def spelled(self, micro_batches: int | None = None) -> str:
-        """Return the key in words. `micro_batches`: of each replica, to name the replica; None: there is one
-        replica.
+        """Return the key in words. `micro_batches`: number per replica, which gives the replica's name; None: there is
+        one replica.
         """
         replica, number = divmod(self.micro_batch, micro_batches) if micro_batches else (None, self.micro_batch)
         return (
@@ -92,7 +92,9 @@ class TransportError(RuntimeError):
 
 
 class AbortedError(TransportError):
-    """A message was in flight on a link that was aborted on purpose; says why. The link can be opened again."""
+    """A message was in flight on a link that was aborted on purpose; states the reason. The link can be opened
+    again.
+    """
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,17 @@ class TensorSpecification:
 
 
 class Transport(Protocol):
-    """Interface that moves tensors between linked ranks: those of one pipeline, from the start. The rules stand
-    above.
+    """Interface that moves tensors between linked ranks; initially these are the ranks of one pipeline.
 
-    `peer` is always a global rank. After a failure a link is unusable, unless it can be opened again:
-    TwoPathTransport.
+    The module's docstring has the rules. `peer` is always a global rank. After a failure a link is unusable, unless the
+    transport can open it again (TwoPathTransport).
     """
 
     def describe(self, specification: TensorSpecification) -> None:
         """Set shape, dtype and device of the messages to come. Called while none is in flight."""
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        """Send `tensor` (any shape and dtype). Returns at once; its bytes are held until they have left."""
+        """Send `tensor` (any shape and dtype). Returns at once. The tensor's memory is held until it has been sent."""
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         """Post the receive of `key` from `peer`, in the order in which the peer sends.
@@ -142,8 +143,8 @@ class Transport(Protocol):
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
         """Return True once one of `keys` (posted, at least one) is ready, False at `until_s` (time.monotonic).
 
-        Returns False at once if arrivals cannot be polled. Raises TransportError for a message that cannot come any
-        more.
+        Returns False at once if arrivals cannot be polled. Raises TransportError for a message that can no longer
+        arrive.
         """
 
     def last_receive_path(self, peer: int) -> Path:
@@ -169,7 +170,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class TwoPathTransport(Protocol):
-    """Interface of a transport whose links have a host path and mostly a device path, and can be opened at any time.
+    """Interface of a transport whose links have a host path and usually a device path, and can be opened at any time.
 
     The two ranks of a link each call `open_link`, in any order, and each `close_link` or `abort`, while other links
     carry messages. A link that is opened again starts empty: no message of an earlier opening is delivered.
@@ -188,7 +189,7 @@ class TwoPathTransport(Protocol):
     def open_link(self, peer: int) -> None:
         """Begin to open a link, or reopen an aborted one. Returns at once; messages may be posted at once.
 
-        If the link is not up within the initial links' time limit, they raise TransportError.
+        If the link is not up within the initial links' time limit, those messages raise TransportError.
         """
 
     def wait_for_link(self, peer: int, deadline_s: float) -> None:
@@ -200,12 +201,12 @@ class TwoPathTransport(Protocol):
     def abort(self, cause: str, peers: Collection[int] | None = None) -> None:
         """Abort the links to `peers` (None: all). Returns at once; for any thread.
 
-        Waits for their messages at both ends, and later posts, raise AbortedError with `cause` until the link is
-        opened again. Resources are released soon after.
+        At both ends, waits for messages of these links, and later posts, raise AbortedError with `cause` until the link
+        is opened again. Resources are released soon after.
         """
 
     def enter(self, control: ControlStore) -> None:
-        """Open links, and make device sessions, in another generation from now on."""
+        """Enter another generation, in which links are opened and device sessions made from now on."""
 
     def report_failure(self, cause: str) -> None:
         """Report to all peers that this rank ends with an error; they pass it on. Returns at once."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report the demonstration's results: summary for programs, tables for people, and whether it holds."""
+"""Report the demonstration's results: a summary for programs, tables for people, and whether its claims hold."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DemoReport:
 
     @property
     def losses_equal(self) -> bool:
-        """Return whether both runs report the loss of every iteration, and the same to the last bit."""
+        """Return whether both runs report the loss of every iteration, with bitwise equal values."""
         stock, adaptra = self.stock.losses, self.adaptra.losses
         return len(stock) == len(adaptra) == self.setup.iterations and all(map(_same_bits, stock, adaptra))
 

@@ -67,8 +67,7 @@ class DemoSetup:
         return lower_bound(costs).seconds
 
     def arguments(self, corpus: Path, trace_directory: Path) -> tuple[str, ...]:
-        """Return arguments of scripts/train_gpt.py for stock Megatron; `adaptra_arguments` are added for the other
-        run."""
+        """Return arguments of scripts/train_gpt.py for stock Megatron. The other run also gets `adaptra_arguments`."""
         micro_batch_size = 2
         given = {
             "--pipeline-model-parallel-size": self.stages,

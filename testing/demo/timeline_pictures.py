@@ -168,8 +168,8 @@ def _draw_bars(
 def _draw_numbers(
     axes: Axes, records: Sequence[ActionRecord], origin_s: float, colour: str, points_per_second: float
 ) -> None:
-    """Write the micro-batch into each bar, in the largest size that fits most bars; none into bars that are
-    too short.
+    """Write the number of the micro-batch into each bar, in the largest font size that fits most bars. Bars that are
+    too short get none.
     """
     if not records:
         return

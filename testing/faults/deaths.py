@@ -59,8 +59,10 @@ class DeathOnceLate:
 
 @dataclass(frozen=True)
 class DeathAtAdmission:
-    """Failure of the process of `rank` that was restarted `start` times, `after_s` seconds after it reaches `point`
-    (of `POINTS`)."""
+    """Failure of a restarted process of `rank`, `after_s` seconds after it reaches `point` (of `POINTS`).
+
+    `start`: number of restarts of the rank up to that process.
+    """
 
     rank: int
     start: int
@@ -98,8 +100,9 @@ class Deaths:
         settled: Collection[int] = (),
         late: LateRank | None = None,
     ) -> None:
-        """`settled`: iterations that begin once all failures of this rank have happened. `late`: the delayed
-        operation of this rank. Raises EmulationError if a failure depends on one and there is none."""
+        """`settled`: iterations that begin once all failures of this rank have happened. `late`: the delayed operation
+        of this rank. Raises EmulationError if a failure depends on a delayed operation and there is none.
+        """
         ours = [death for death in deaths if death.rank == rank]
         self._ours = [death for death in ours if isinstance(death, Death)]
         start = int(os.environ.get(START_VARIABLE) or 0)
@@ -212,7 +215,8 @@ class Arrivals:
     def set_iteration(self, iteration: int) -> None:
         """Begin `iteration` (from 0). Raises EmulationError if no rank fails within ARRIVES_S.
 
-        If ranks neither leave nor return for so long, the job may have ended: the training continues and sees that.
+        If a rank has failed but the membership does not change for that long, the job may have ended. Training then
+        continues and notices the end.
         """
         joins, self._joins = self._joins, False
         if joins or iteration not in self._iterations:

@@ -2,7 +2,7 @@
 """Emulate compute times: forward, input gradient and weight gradient last a given time on any machine.
 
 The real operation runs, on tensors small enough to finish sooner, and the thread sleeps for the rest of the time. So
-numbers stay those of the real model, to the bit, and many stages can be timed on few cores.
+results stay bitwise those of the real model, and many stages can be timed on few cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK_ATTRIBUTE = "emulated_compute_chunk"
 
 
 class EmulationError(ValueError):
-    """An emulation setting is invalid; the message says what is accepted."""
+    """An emulation setting is invalid; the message names the valid settings."""
 
 
 @dataclass
@@ -59,8 +59,9 @@ class _Pace:
         """Longest delay of any operation beyond its time."""
 
     def start(self, now_s: float) -> float:
-        """Return the start of an operation entered at `now_s`: earlier, by the last sleep's lateness, if it follows
-        at once."""
+        """Return the start of an operation entered at `now_s`. If it directly follows the previous one, its start is
+        earlier by the lateness of that one's sleep.
+        """
         return now_s - self._late_s if now_s - self._woke_s < self._AT_ONCE_S else now_s
 
     def end(self, due_s: float) -> None:
@@ -74,8 +75,8 @@ class _Pace:
 class EmulatedCompute:
     """Times of one stage's operations, per chunk; a single time applies to every chunk.
 
-    Both our executor's step and Megatron's, which it calls, may be decorated: a call within another is part of the
-    outer one, whose time alone counts.
+    Our executor's step calls Megatron's step, and both may be decorated. A call within another counts as part of the
+    outer call, and only the outer call's time is emulated.
     """
 
     forward_s: tuple[float, ...]
@@ -191,7 +192,7 @@ class EmulatedCompute:
         )
 
     def decorate(self, computation: StageComputation) -> StageComputation:
-        """Return `computation` with emulated durations; a split backward's is that of the input gradient."""
+        """Return `computation` with emulated durations. A split backward lasts as long as an input gradient."""
         return _EmulatedComputation(computation, self)
 
 

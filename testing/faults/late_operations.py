@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delay collectives, requests to the job's store, starts of threads, and messages, as on a machine with too few cores.
 
-A delayed collective begins late, in its group's order, after the thread that launched it has gone on: so it also writes
-late. Delays are random (seeded), or one operation is delayed on purpose. That one is held back until the rank launches
-its successor in a group of a later generation, the worst moment at which it can write.
+A delayed collective begins late, in its group's order, after its launching thread has continued, so it also writes
+late. Delays are random (seeded), or one selected operation is delayed. The selected operation is held back until the
+rank launches its successor in a group of a later generation, which is the worst moment for a late write.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LateOperation:
 class LateArrival:
     """Delay of the process of `rank` that was restarted `start` times.
 
-    It is ready once others wait for it (`deaths.Arrivals`), so after their commit; or after `longest_s`.
+    It becomes ready once other ranks wait for it (`deaths.Arrivals`), and so after their commit; or after `longest_s`.
     """
 
     rank: int
@@ -235,7 +235,7 @@ class LateRank:
     def hold(self, group: str, number: int, operation: str, others: Collection[int] = ()) -> Held | None:
         """Return the delay of an operation that is being launched; None to begin at once.
 
-        `number`: of torch's group, which differs between generations. `others`: the other ranks of the operation.
+        `number`: of torch's group; each generation has another. `others`: the other ranks of the operation.
         """
         self.go_on()
         reduces, count = operation.startswith("allreduce"), self._reductions
@@ -442,7 +442,9 @@ class LateGroup:
     """
 
     def __init__(self, native: Any, name: str, number: int, rank: LateRank, others: Collection[int]) -> None:
-        """`name`: the same in all generations; `number`: of this group alone. `others`: its members but this rank."""
+        """`name`: the same in all generations; `number`: unique to this group. `others`: its members except
+        this rank.
+        """
         self._native, self._name, self._number, self._rank, self._others = native, name, number, rank, others
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launching, self._waiting = threading.Lock(), _Count()

@@ -44,10 +44,10 @@ def prompt_planner() -> Replaced:
 
 
 def exact_times(compute: EmulatedCompute) -> Replaced:
-    """Decorate `stage_measurement`: it reports the durations that `compute` emulates, instead of measured ones.
+    """Decorate `stage_measurement`, so that it reports the durations emulated by `compute` instead of measured ones.
 
-    Active until undone. Times of messages stay measured. If replicas update apart, a gradient counts as one backward of
-    the first stage.
+    This lasts until the result is undone. Times of messages are still measured. If replicas make updates separately, a
+    gradient counts as one backward of the first stage.
     """
     from adaptra_megatron.engine.measurement import measuring
     from adaptra_megatron.megatron import replica_updates

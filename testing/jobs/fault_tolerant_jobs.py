@@ -105,8 +105,8 @@ def run_with_failures(
 ) -> list[RankResult]:
     """Run `argv` as `run_ranks` does until all ranks have ended; return the outcome of each.
 
-    `restarts`: how often a failed rank is restarted. `host`: of this job, and closed with it; None: one that serves
-    the store. Raises LaunchError after `timeout_s`.
+    `restarts`: how often a failed rank is restarted. `host`: host of this job, which is closed with it; None: a new one
+    that serves the store. Raises LaunchError after `timeout_s`.
     """
     host = Host(world_size, restarts=restarts) if host is None else host
     try:

@@ -47,7 +47,7 @@ PRELOADED = (
 
 
 class ForkServerError(RuntimeError):
-    """The server could not be started, or it ended; the message says how."""
+    """The server could not be started, or it ended; the message describes the end."""
 
 
 class ForkServer:

@@ -97,7 +97,7 @@ def run_variants(
     """Train all variants in one set of `world_size` processes, in order.
 
     `timeout_s`: for all of them together. `server`: fork the ranks from it. `directory`: for logs and report; None: a
-    temporary one. `env`: added to the ranks' environment. Raises LaunchError if a rank failed (its log tells in which
+    temporary one. `env`: added to the ranks' environment. Raises LaunchError if a rank failed (its log names the
     variant) or time ran out, ValueError if names are not unique or `like` names no earlier variant.
     """
     names = [variant.name for variant in variants]

@@ -25,11 +25,11 @@ from testing.replacing import Replaced, Replacement
 
 @contextlib.contextmanager
 def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False) -> Iterator[None]:
-    """Make each forward_step and backward_step last as `times_ms` say within this context.
+    """Make each forward_step and backward_step last for `times_ms` within this context.
 
     `times_ms`: "F,B,W" for all stages, as --emulate-compute-ms of `train_gpt.py`. `slow_cells`: see `parse_slow_cell`.
     `exact`: whether these are also the measured times. In a split backward the input gradient lasts as long as both
-    parts, and the weight gradient as long as it really takes. Raises EmulationError for invalid arguments.
+    parts, and the weight gradient is not slowed down. Raises EmulationError for invalid arguments.
     """
     cells = [parse_slow_cell(text) for text in slow_cells]
 
@@ -50,7 +50,8 @@ def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False
 
 @contextlib.contextmanager
 def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
-    """Make ranks fail within this context, each once. `deaths`: see `parse_death`; those at an action have no effect.
+    """Make ranks fail within this context, each once. `deaths`: see `parse_death`; failures at an action have no
+    effect.
 
     `back`: see `Arrivals`.
     """

@@ -78,7 +78,7 @@ def _values(losses: Mapping[str, Any]) -> list[float]:
 
 
 def _what_ran() -> dict[str, Any]:
-    """Return the imported modules of this package, and the runtime's summary (None: Megatron's own code ran)."""
+    """Return the imported modules of this package, and the runtime's summary; None if Megatron's own code ran."""
     modules = sorted(name for name in sys.modules if name.partition(".")[0] == "adaptra_megatron")
     patches = sys.modules.get("adaptra_megatron.patches")
     applied = None if patches is None else patches.in_force()

@@ -33,7 +33,7 @@ FUSED_WEIGHT_GRADIENT_MODULE = "fused_weight_gradient_mlp_cuda"
 
 
 class MegatronOnCpuError(RuntimeError):
-    """Megatron cannot be run on the CPU in this process; the message says why and what to do."""
+    """Megatron cannot be run on the CPU in this process; the message names the cause and the remedy."""
 
 
 class MegatronOnCpu:
@@ -91,8 +91,8 @@ def cpu_megatron(*, threads: int | None = 1, with_fused_weight_gradient: bool = 
 
     `threads`: torch's threads in this process (several ranks share the machine's cores); None leaves them.
     `with_fused_weight_gradient`: also provide a replacement of apex's fused weight-gradient kernels, to test
-    gradient_accumulation_fusion. Raises MegatronOnCpuError if CUDA is there, Megatron was imported earlier without the
-    replacements, or they are active.
+    gradient_accumulation_fusion. Raises MegatronOnCpuError if CUDA is available, if Megatron was imported earlier
+    without the replacements, or if they are active.
     """
     if torch.cuda.is_available():
         raise MegatronOnCpuError("this machine has CUDA: run Megatron on it as it is, without --emulate-cpu")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a fault campaign (campaigns/soak.py) that runs beside and inside the ranks."""
+"""The parts of a fault campaign (campaigns/soak.py) that run in the ranks and in processes next to them."""

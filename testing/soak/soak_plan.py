@@ -48,12 +48,12 @@ class Kind(str, enum.Enum):
 
     @property
     def inside(self) -> bool:
-        """Return whether the rank injects it itself; otherwise the driver does, from outside."""
+        """Return whether the rank injects the fault itself; otherwise the driver does, from outside."""
         return self in (Kind.SILENT_PATH, Kind.FAILING_SENDS, Kind.FAILING_RECEIVES)
 
     @property
     def needs_store(self) -> bool:
-        """Return whether it needs the job's store to happen or heal: device paths meet there."""
+        """Return whether the fault needs the job's store to happen or heal, because device paths meet there."""
         return self.inside or self is Kind.STOP_STORE
 
 
@@ -155,8 +155,8 @@ def make_plan(
 ) -> tuple[Fault, ...]:
     """Return a plan with the given number of faults of each kind, in random order, at random stages of a pipeline.
 
-    The pipeline has no wrap-around. A store that is to be killed is killed first: all other faults happen without it.
-    `spacing`: mean number of iterations between faults. `long_stop_s`: duration of STOP_RANK_LONG.
+    The pipeline has no wrap-around. If the store is to be killed, that is the first fault: all others happen without
+    it. `spacing`: mean number of iterations between faults. `long_stop_s`: duration of STOP_RANK_LONG.
     """
     randomness = random.Random(seed)
     lasts_s = {**_LASTS_S, Kind.STOP_RANK_LONG: (long_stop_s, long_stop_s)}

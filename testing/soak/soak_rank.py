@@ -3,7 +3,7 @@
 
 It breaks device paths at the planned points, reports progress to the driver, and records when messages arrived and
 which resources the rank holds before and after. It only decorates real objects: `DualLink.post_send`, `DualLink.wait`
-and those of `PathFaults`.
+and methods of `PathFaults`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class SoakRank:
 def held_soon(before: Mapping[str, int]) -> dict[str, int]:
     """Return this process's resources once there are no more than `before`, or after 5 s.
 
-    Rank 0 serves the job's store: its resources for other ranks' clients are released when those have closed them.
+    Rank 0 serves the job's store, and releases resources for other ranks' clients only when those have closed.
     """
     until_s = time.monotonic() + 5.0
     while any((now := held())[name] > before[name] for name in before) and time.monotonic() < until_s:

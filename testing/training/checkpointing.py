@@ -22,7 +22,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written; the message says why and what to do."""
+    """A checkpoint cannot be read or written; the message names the cause and the remedy."""
 
 
 def check_can_save() -> None:
@@ -78,7 +78,7 @@ def save_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, 
 def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> int:
     """Read the latest checkpoint under --load; return the number of iterations it was trained for. Collective.
 
-    The layout (ranks, stages, chunks) must be that of the run that saved. Raises CheckpointError if there is none.
+    Its layout (ranks, stages, chunks) must equal this run's. Raises CheckpointError if there is no checkpoint.
     """
     latest = Path(args.load) / LATEST
     if not latest.is_file():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Conditions:
-    """Emulated conditions of one rank, active within its context."""
+    """Emulated conditions of one rank, which hold within this context."""
 
     def __init__(
         self, args: argparse.Namespace, world_size: int, stack: contextlib.ExitStack, late: LateRank | None = None
@@ -94,7 +94,7 @@ class Conditions:
         return self._deaths.decorate(self._pauses.decorate(computation))
 
     def report(self, result: TrainingResult) -> None:
-        """Record what was active in `result`, as proof."""
+        """Record the active conditions in `result`, as proof."""
         if self._links is not None:
             result.links_struck = {f"{a}>{b}": count for (a, b), count in self._links.struck_on_either.items()}
             if self._late is not None:
@@ -170,7 +170,7 @@ def emulate_conditions(args: argparse.Namespace, world_size: int, late: LateRank
 
 
 def late_rank(args: argparse.Namespace) -> LateRank | None:
-    """Make the delays of this rank, to be entered before process groups are made; None if `args` ask for none.
+    """Return the delays of this rank, to be entered before process groups are made; None if `args` ask for none.
 
     Raises EmulationError for invalid settings.
     """

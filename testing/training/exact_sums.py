@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make sums of gradients exact, so that they are equal to the bit in any order of micro-batches and ranks.
+"""Make sums of gradients exact, so that they are bitwise equal in any order of micro-batches and ranks.
 
-Float addition depends on its order, and a training that continues without a failed rank adds in another order. Here
-each micro-batch's gradient is rounded, before it is accumulated, to a multiple of `STEP`. As long as no sum needs more
-than 24 bits, each addition is exact. So a training with failures can be compared by equality with one without them, at
-any model size.
+Float addition depends on its order, and a training that continues without a failed rank adds in another order. So each
+micro-batch's gradient is rounded, before it is accumulated, to a multiple of `STEP`. As long as no sum needs more than
+24 bits, each addition is exact. A training with failures then equals one without failures bit for bit, at any model
+size.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
 def fuses_weight_gradient(args: argparse.Namespace) -> bool:
     """Return whether weight gradients are accumulated by apex's extension or, on the CPU, by its replacement.
 
-    On the CPU only on request: a preloaded process has the replacement and a plain one does not, and results must not
-    depend on that.
+    On the CPU this must be requested, as only preloaded processes have the replacement, and results must not depend on
+    that.
     """
     if not args.gradient_accumulation_fusion:
         return False

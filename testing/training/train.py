@@ -40,10 +40,10 @@ logger = logging.getLogger("adaptra_megatron.training")  # its lines are those o
 
 
 def train(args: argparse.Namespace) -> TrainingResult:
-    """Train as `args` say and return this rank's result. Collective: all processes of the job must call it.
+    """Train according to `args` and return this rank's result. Collective: all processes of the job must call it.
 
     If a peer fails, the collective or message that misses it raises within --distributed-timeout-minutes. Raises
-    TrainingArgumentsError if arguments do not fit each other or the number of processes.
+    TrainingArgumentsError if arguments contradict each other or the number of processes.
     """
     applied = None
     with contextlib.ExitStack() as stack:
@@ -309,5 +309,7 @@ class Trainer:
 
 
 def _speaks() -> bool:
-    """Return whether this rank writes the log: the last rank, which knows the loss, as Megatron's print_rank_last."""
+    """Return whether this rank writes the log. As in Megatron's print_rank_last, that is the last rank, which has the
+    loss.
+    """
     return bool(dist.get_rank() == dist.get_world_size() - 1)

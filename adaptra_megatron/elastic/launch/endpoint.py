@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve or reach the job's store, and assign a node rank in it to this host.
 
-The launcher of node rank 0 serves the store. Another host may take the node rank of a host that is gone.
+The launcher of node rank 0 serves the store. Another host may take over the node rank of a failed host.
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ def take_seat(
     heartbeat_timeout_s: float,
     given_up: Callable[[], bool],
 ) -> Seat:
-    """Serve the store or connect to it, and take a free node rank, or that of a host that is gone.
+    """Serve the store or connect to it, and take a free node rank, or that of a failed host.
 
-    With `node_rank` None, the launcher that serves the store gets 0; that is one on the endpoint's host. The others are
-    numbered as they arrive, as torchrun's c10d backend does. A host is gone once it counts as dead, which this waits
-    for. `nproc`: ranks of this host. `given_up`: called between attempts; True ends them. Raises EndpointError.
+    With `node_rank` None, the launcher on the endpoint's host serves the store and gets node rank 0. The others are
+    numbered as they arrive, as in torchrun's c10d backend. This waits until the coordinator counts a failed host as
+    dead before it takes its node rank. `nproc`: ranks of this host. `given_up`: called between attempts; True ends
+    them. Raises EndpointError.
     """
     here = not node_rank and _is_here(endpoint.host)
     if node_rank == 0 and not here:  # no error: a name may lead here by way of another address
@@ -134,7 +135,7 @@ class _Seats:
         return self._holder(node_rank, turn, self._mine) == self._mine
 
     def replace(self, node_rank: int | None, nproc: int) -> Seat | None:
-        """Take the node rank of a host that is gone; None if there is none. `node_rank` None: any.
+        """Take the node rank of a failed host; None if there is none. `node_rank` None: any.
 
         Raises EndpointError if that host's ranks cannot be started on this one.
         """
@@ -177,7 +178,7 @@ class _Seats:
         )
 
     def _holder(self, node_rank: int, turn: int, wanted: str = "") -> str:
-        """Return the launcher that holds a node rank, "" if none does; then `wanted` takes it.
+        """Return the launcher that holds a node rank. If none does, let `wanted` take it and return "".
 
         Raises TamperedError if the entry is not sealed with the job's secret.
         """
@@ -215,7 +216,7 @@ def _connect(endpoint: Endpoint, timeout_s: float, given_up: Callable[[], bool])
 
 
 def _is_here(host: str) -> bool:
-    """Return whether `host` has an address of this machine: sockets can be bound to those alone."""
+    """Return whether `host` has an address of this machine. Sockets can be bound to no other address."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _name, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the records that launchers and the coordinator write for each other into the job's store.
 
-Records are states, not events, so that no reader can miss one. Keys stand below `adaptra/launch/<run id>/` and are
-sealed; each has one writer. Membership has keys of its own (`membership`).
+Records are states, not events, so that no reader can miss one. Keys begin with `adaptra/launch/<run id>/` and values
+are sealed; each key has one writer. Membership has keys of its own (`membership`).
 
     host/<node rank>/<turn>    HostReport, by the launcher of that host, with every beat
     start                      Start, by the coordinator, once all hosts have reported
     job                        JobState, by the coordinator, with every beat
 
-A host that is gone may be replaced: the turn is 0 for the first host of a node rank, 1 for its replacement, and so on.
+A failed host may be replaced: the turn is 0 for the first host of a node rank, 1 for its replacement, and so on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RankEnding:
 
     @property
     def failed(self) -> bool:
-        """True if the job has lost this rank."""
+        """True if this rank has failed."""
         return self.asked or self.exit_code != 0
 
     @property
@@ -136,7 +136,7 @@ class JobState:
 
 
 def beat_s(hosts: int) -> float:
-    """Return the time between two routine reports of a launcher, in seconds; news is reported at once.
+    """Return the time between two routine reports of a launcher, in seconds. Changes are reported at once.
 
     It grows with the number of hosts, so that the store's server gets about a thousand requests a second at most.
     """

@@ -45,7 +45,7 @@ logger = logger_of(__name__)
 
 
 class Coordinator:
-    """Decides for the whole job, beside the launcher of node rank 0."""
+    """Makes the decisions of the whole job, in a thread of the launcher of node rank 0."""
 
     def __init__(self, store: SealedStore, nodes: int, policy: Policy) -> None:
         """`store`: a client as `launch_store` returns, for this object alone."""
@@ -61,7 +61,7 @@ class Coordinator:
 
     @property
     def all_left(self) -> bool:
-        """True once all hosts that are not lost have seen the outcome and ended their ranks."""
+        """True once all live hosts have read the outcome and ended their ranks."""
         return self._roster.all_left
 
     @property
@@ -170,7 +170,7 @@ class LauncherLink:
         self._said.set()
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until the last report (`left`) is in the store and, on node rank 0, those of all hosts.
+        """Wait until the last report (`left`) is in the store; on node rank 0, until the last reports of all hosts are.
 
         Returns whether the link has ended within `timeout_s`.
         """
@@ -403,7 +403,7 @@ class Launcher:
         return LauncherVerdict(_SIGNALLED + number, text, number, text)
 
     def _judged(self, view: View) -> LauncherVerdict | None:
-        """Return the verdict of the coordinator, or of its silence; None to go on."""
+        """Return the verdict of the coordinator, or the verdict on a silent coordinator; None to continue."""
         if view.error:
             return LauncherVerdict(
                 1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error

@@ -99,7 +99,7 @@ class Roster:
         return {} if self.membership is None else {each.rank: each.ready.start for each in self.membership.arrived}
 
     def trains(self, rank: int) -> bool:
-        """Return whether the latest process of this rank takes part: False while it waits to be admitted, or was
+        """Return whether the latest process of this rank trains: False while it waits for admission, or if it was
         refused.
         """
         return self._arrival(rank) <= self.admitted.get(rank, 0)
@@ -189,7 +189,7 @@ class Roster:
         )
 
     def _note_unfinished(self, departed: list[Departure]) -> None:
-        """Record departures of ranks that failed after others had finished, so that their work is missing."""
+        """Record departures of ranks that failed after others had finished: their part of the work is missing."""
         assert self.membership is not None
         staying = set(self.membership.live).difference(each.rank for each in departed)
         done_s = min((at_s for rank, at_s in self._finished().items() if rank in staying), default=inf)
@@ -238,7 +238,7 @@ class Roster:
         return self.start.first_ranks[node] + local_rank
 
     def _failures(self, departed: tuple[Departure, ...] | list[Departure]) -> str:
-        """Describe the first failure in full, and list the ranks of the others."""
+        """Describe the first failure in full, and list the ranks of the other failures."""
         first, *others = departed
         also = f"; then ranks {', '.join(str(each.rank) for each in others)}" if others else ""
         what = f"rank {first.rank} on host {first.host} was the first to end: it {first.why}"

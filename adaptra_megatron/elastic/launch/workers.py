@@ -54,8 +54,8 @@ class Workers:
     ) -> None:
         """Start the ranks. `endpoint`: address of the job's store for the ranks.
 
-        `first_start`: number of earlier starts that the ranks are counted with, if they replace another host's. Raises
-        OSError, and torch's SignalException if a signal arrives meanwhile.
+        `first_start`: number of earlier starts of these ranks, if this host replaces another. Raises OSError, and
+        torch's SignalException if a signal arrives meanwhile.
         """
         prefix = config.log_line_prefix_template
         self._environments = environments = environments_of(config, start, node_rank, endpoint)
@@ -116,8 +116,8 @@ class Workers:
     def start_again(self, local_rank: int) -> None:
         """Restart a rank that has ended. Raises OSError.
 
-        If the first process wrote to files, this one writes to files of its own, whose names end with
-        ".again-<number>". With --tee it writes to the file alone.
+        If the first process wrote to log files, this one writes to its own, whose names end with ".again-<number>".
+        With --tee it writes only to the file.
         """
         self._starts[local_rank] += 1
         environment = {
@@ -188,7 +188,7 @@ class Workers:
         return endings
 
     def _file(self, files: Mapping[int, str], local_rank: int) -> str:
-        """Return the file in `files` of a rank's latest process; "" if it has none."""
+        """Return the log file in `files` of a rank's latest process; "" if it has none."""
         file, start = files[local_rank], self._starts[local_rank]
         return f"{file}.again-{start}" if file and start > self._first_start else file
 

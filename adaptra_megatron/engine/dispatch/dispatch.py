@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose how a stage picks its next action: from the plan, or online, from the messages that have arrived.
+"""Choose a stage's next action: from the plan, or online, by which messages have arrived.
 
 A stage dispatches online (see online_order.py) only if it can see arrivals. With `auto` it does so only while messages
-of some neighbour come by the host path and their arrival times change from one iteration to the next (see
-ArrivalJitter): for steady delays a plan is better. Each stage decides on its own, and any of them may be online while
-others run the plan. The ranks of one stage that share collectives follow their leader (see StageTeam).
+of some neighbour come by the host path and their arrival times vary between iterations (see ArrivalJitter); for steady
+delays a plan is better. Each stage decides on its own, and some may be online while others run the plan. The ranks of
+one stage that share collectives follow their leader (see StageTeam).
 
-Messages on a GPU's device path stand in queues of the device, where only the plan's order is safe (see
-transfers.launch_order). So a stage is online only while all of its links use the host path. If a link leaves it in the
-middle of an iteration, because the host path has failed, the stage runs the rest as planned. Messages that it has sent
-out of the plan's order may then have to be resent by the device path. If that makes a device wait for ever, the
-watchdog ends the process with an error: it takes a second failure on top of the first.
+Messages on a GPU's device path wait in queues of the device, where only the plan's order is safe (see
+transfers.launch_order). So a stage is online only while all of its links use the host path. If the host path of a link
+fails in the middle of an iteration, the stage runs the rest as planned. Messages that it has sent out of the plan's
+order may then have to be resent by the device path. If that makes a device wait for ever, the watchdog ends the process
+with an error; this takes a second failure on top of the first.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class StageTeam:
         self._expected: deque[tuple[Any, torch.Tensor]] = deque()
 
     def publish(self, number: int) -> None:
-        """Send `number` from the leader to all followers. Returns at once. Raises StageTeamError if a follower has
-        ended.
+        """Send `number` from the leader to all followers. Returns without waiting. Raises StageTeamError if a follower
+        has ended.
         """
         said = torch.tensor([number])
         for follower in range(1, len(self._ranks)):
@@ -124,7 +124,7 @@ class StageTeam:
                 raise self._error(f"rank {self._ranks[follower]} does not follow", cause) from cause
 
     def abort(self) -> None:
-        """Abort the team: every wait of this rank raises, and the waits of others for it. Safe to call twice, from any
+        """Abort the team: this rank's waits raise, and so do other ranks' waits for it. Safe to call twice, from any
         thread.
         """
         with contextlib.suppress(RuntimeError):

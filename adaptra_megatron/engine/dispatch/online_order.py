@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the next action of one stage online, from the messages that have arrived. No clock, no torch.
+"""Choose the next action of one stage online, by which messages have arrived. Uses neither a clock nor torch.
 
-The plan's next action runs if it can: while nothing is late, the order is the plan's. Otherwise the first of B > F > W
-runs that is ready and within the cap; if none is, the stage waits for any message. The choice only affects how three
-sequences are merged. The stage's forwards keep the plan's order, and so do its backwards; of the weight gradients that
-are due, the first in the plan goes first. Three things follow.
+The plan's next action runs if it can, so the order is the plan's while nothing is late. Otherwise the first of B > F >
+W runs that is ready and within the cap; if none is, the stage waits for any message. The choice affects only how three
+sequences are merged: the stage's forwards keep the plan's order, its backwards do, and its weight gradients run in the
+plan's order among those that are due. Three properties follow.
 
 - Numbers are stock's: F, B and W of a chunk each run in micro-batch order.
-- Neighbours receive in the planned order: over one directed link a stage sends the results of its forwards or of its
-  backwards, never both. (With two stages and several chunks they share a link; there, forwards and backwards are one
-  sequence, and only weight gradients move.) So paths that match messages by order need not know of it.
+- Neighbours receive in the planned order, since over one directed link a stage sends the results either of its forwards
+  or of its backwards. So paths that match messages by order need no change. (With two stages and several chunks both
+  share a link. There, forwards and backwards are one sequence, and only weight gradients move.)
 - Nothing deadlocks, whichever stages are online, if the plan keeps the same caps. Proof: suppose all stages wait for
   ever. Take an order of all stages' actions that the plan allows, and let X be its first action that has not run; all
   actions before X have run. At a stage that runs the plan, X is next and its message has been sent: a contradiction. At
   an online stage, X is next in its sequence and its message has been sent, so X must be a forward that the cap forbids.
   But then all weight gradients that were due have run, at least as many backwards as the plan has before X, and exactly
-  as many forwards. So the stage holds no more than it does in the plan at X, which keeps the cap: a contradiction. An
-  input gradient may add to the activations held, so X may be one, too. A forward leaves room for the addition of the
-  next input gradient once all weight gradients have run, as it must in the plan; so X has room then.
+  as many forwards. So the stage holds no more than it does in the plan at X, which keeps the cap: a contradiction. If
+  input gradients add to the activations held, X may also be an input gradient. A forward leaves room for what the next
+  input gradient adds once all weight gradients have run, as it must in the plan; so X has room: a contradiction.
 """
 
 from __future__ import annotations

@@ -245,10 +245,10 @@ class PipelineExecutor:
     ) -> IterationReport:
         """Run every step of `program`. On return gradients are complete, but not yet finalized.
 
-        On a GPU, later launches see complete gradients. The last sends may still be in flight: the next run waits for
-        them, or the closing of the transport. `addresses`: of this attempt. `steps`: those of `program` in another
-        order; None: in its own. Raises TransportError if a peer fails or is silent for longer than the timeout, and the
-        errors of `steps`.
+        On a GPU, work launched later sees complete gradients. The last sends may still be in flight; the next run, or
+        closing the transport, waits for them. `addresses`: of this attempt. `steps`: the program's steps in another
+        order; None: in the program's own. Raises TransportError if a peer fails or is silent for longer than the
+        timeout, and the errors of `steps`.
         """
         # Of the iteration before, by whose end the last message would not have been acknowledged: over a slow link that
         # takes as long again as the message itself.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognise cold iterations: the first of their kind on a GPU, in which kernels are loaded and tuned and buffers made.
 
-Any call of a cold iteration may make the host wait for its whole device. Receives that are posted in launch order end
-all the same. So cold iterations differ from others in two things alone. They run stock's order with whole backwards, so
+Any call in a cold iteration may make the host wait for its whole device. Receives end nevertheless, as they are posted
+in launch order. So cold iterations differ from others in only two ways. They run stock's order with whole backwards, so
 that they hold no more memory than stock while allocators grow. They end with a wait for the device, so that none of
-their work is left when a plan begins.
+their work is pending when a plan begins.
 """
 
 from __future__ import annotations

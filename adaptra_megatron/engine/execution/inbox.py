@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receive a stage's messages of one iteration, posting receives in the launch order of their senders.
 
-On GPUs a posted receive occupies the device until its message comes. Posted in that order and no further ahead, no
-receive keeps the device from work that others wait for (see transfers.launch_order). On CPUs receives block nothing.
-Some are posted ahead, so that messages need not wait for them, and their transfer times can be measured.
+On GPUs a posted receive occupies the device until its message comes. Receives are posted in launch order and not too
+far ahead, so that none keeps the device from work that other ranks wait for (see transfers.launch_order). On CPUs
+receives block nothing. There some are posted ahead, so that messages need not wait for them and their transfer times
+can be measured.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def add_times(timers: Any, report: IterationReport) -> None:
 def waiting_for_computation_alone() -> Iterator[None]:
     """Make torch.cuda.synchronize() wait for the current stream alone within this context, not for the whole device.
 
-    Receives are posted before their messages are sent. A wait for the whole device in the middle of an iteration would
-    wait for messages that peers have yet to compute, and Megatron would count that as computation.
+    Receives are posted before their messages are sent. In the middle of an iteration, waiting for the whole device
+    would include messages that peers have yet to compute, and Megatron's timers would count that as computation.
     """
     whole_device = torch.cuda.synchronize
     torch.cuda.synchronize = _wait_for_current_stream

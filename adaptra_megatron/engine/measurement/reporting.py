@@ -31,7 +31,9 @@ _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
 
 
 def running_versions() -> dict[str, str]:
-    """Return the versions that run, which may differ from those installed: Megatron is often used from its sources."""
+    """Return the versions of the imported packages, which may differ from the installed ones: Megatron often runs from
+    source.
+    """
     return {
         "adaptra-megatron": __version__,
         "megatron-core": megatron_version(),
@@ -43,7 +45,7 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
     """Return this rank's telemetry. `goes_on`: whether this process replaces a failed rank.
 
     Raises prometheus.PrometheusError if a requested endpoint cannot be opened, and open_telemetry.OpenTelemetryError if
-    its export is requested but not possible.
+    a requested export is not possible.
     """
     layout = job.layout
     settings = TelemetrySettings(
@@ -80,7 +82,9 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
 
 
 def _hosts_of(layout: JobLayout, stage: int) -> str:
-    """Return the hosts of a stage in this rank's replica; of many, the first ones and the number of others."""
+    """Return the hosts of a stage in this rank's replica; if there are many, the first ones and the number of
+    others.
+    """
     cell = layout.cells[layout.cell._replace(stage=stage)]
     hosts = list(dict.fromkeys(layout.workers[rank].host for rank in cell))
     more = f" +{len(hosts) - MOST_HOSTS}" if len(hosts) > MOST_HOSTS else ""

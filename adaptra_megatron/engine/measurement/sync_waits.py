@@ -28,8 +28,8 @@ class Moments(Protocol):
         """Return a mark of the present moment, without waiting."""
 
     def seconds(self, pairs: Iterable[_Pair]) -> float | None:
-        """Return the sum of seconds between the marks of all pairs; None if not all are reached. Marks are not used
-        again.
+        """Return the sum of seconds between the marks of all pairs; None if some are not reached yet. Each mark is used
+        once.
         """
 
 
@@ -49,7 +49,9 @@ class StreamMoments:
     """Marks by reused events in the current stream of a GPU."""
 
     def __init__(self, new_event: Callable[[], Any], captures: Callable[[], bool]) -> None:
-        """`new_event`: as torch.cuda.Event with `enable_timing`. `captures`: whether a CUDA graph is being captured."""
+        """`new_event`: makes an event, as torch.cuda.Event with `enable_timing` does. `captures`: returns whether a
+        CUDA graph is being captured.
+        """
         self._new_event, self._captures = new_event, captures
         self._unused: deque[Any] = deque()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provide the data of a micro-batch at any cell of its stage.
 
-A replica's own iterator yields its micro-batches in order. Those that are computed elsewhere are skipped here. Those of
-another replica come from its share of the samples, which Megatron-LM's samplers (megatron/training/datasets/
-data_samplers.py: MegatronPretrainingSampler) can compute on any rank.
+A replica's own iterator yields its micro-batches in order; micro-batches that are computed elsewhere are skipped. Data
+of another replica's micro-batch come from that replica's share of the samples, which Megatron-LM's samplers
+(megatron/training/datasets/data_samplers.py: MegatronPretrainingSampler) can compute on any rank.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MicroBatchFeed(Iterator[Any]):
         return self._source is not None
 
     def lengths(self, replicas: int, micro_batches: int) -> list[list[float]] | None:
-        """Return the costs of this iteration's micro-batches, [replica][number]; None if unknown."""
+        """Return the relative costs of this iteration's micro-batches, [replica][number]; None if unknown."""
         if self._source is None or (length := self._source.length) is None:
             return None
         numbers = range(self._first, self._first + micro_batches)
@@ -104,8 +104,8 @@ class MicroBatchFeed(Iterator[Any]):
 def source_of(iterator: Any) -> MicroBatchSource | None:
     """Return the source of all replicas' micro-batches behind `iterator`; None if there is none.
 
-    Supported are adaptra_megatron.routable_data, and iterators of torch's DataLoader over a sequential sampler of
-    Megatron's; also within Megatron's RerunDataIterator.
+    Supported are adaptra_megatron.routable_data, and iterators of torch's DataLoader over Megatron's sequential
+    sampler, also inside Megatron's RerunDataIterator.
     """
     while iterator is not None:
         if (given := getattr(iterator, "micro_batch", None)) is not None:
@@ -119,8 +119,8 @@ def source_of(iterator: Any) -> MicroBatchSource | None:
 
 
 def _is_sequential(sampler: Any) -> bool:
-    """Return whether `SampledShares` can compute a sampler's samples. The shuffling sampler has no start and end to
-    read.
+    """Return whether `SampledShares` can compute a sampler's samples. The shuffling sampler has no attributes with the
+    start and end of a share.
     """
     if not hasattr(sampler, "get_start_end_idx") or not hasattr(sampler, "micro_batch_times_data_parallel_size"):
         return False
@@ -137,7 +137,7 @@ def _samples(sampler: Any, replica: int, number: int) -> list[int]:
 
 
 class SampledShares:
-    """Other replicas' shares of a data loader's samples. Reads without worker processes, only what is routed."""
+    """Other replicas' shares of a data loader's samples. Reads only routed micro-batches, without worker processes."""
 
     def __init__(self, sampler: Any, loader: Any) -> None:
         """`loader`: torch's iterator of a DataLoader, for its data set and collate function."""

@@ -66,7 +66,8 @@ class DegradedRoutes:
         self._orders: dict[tuple[int, bool], CellOrder] = {}
 
     def order(self, costs: Costs, *, split: bool, forward_only: bool) -> CellOrder:
-        """Return the order of this rank's cell. `costs`: of one pipeline; those of the lowest live rank count.
+        """Return the order of this rank's cell. `costs`: of one pipeline; all ranks use the costs of the lowest live
+        rank.
 
         Raises LateRankError if that rank does not publish its order within the timeout.
         """
@@ -115,11 +116,11 @@ class DegradedRoutes:
 
 
 def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: int, chunks: int = 1) -> CellOrder:
-    """Return the order of forwards at every cell, by number and replica: the same at all cells, so that none wait in a
-    circle.
+    """Return the order of forwards at every cell, by number and replica. It is the same at all cells, so that their
+    waits form no cycle.
 
-    Micro-batches of a dead cell are dealt out to its live peers. With several chunks, as many numbers as there are
-    stages run before the next chunk does, as in Megatron.
+    Micro-batches of a dead cell are dealt out to its live peers. With several chunks, as many micro-batches as there
+    are stages run before the next chunk does, as in Megatron.
     """
     own, stages = layout.cell, 1 + max(cell.stage for cell in layout.cells)
     routing = routing_around(dead, layout.replicas, stages, micro_batches)
@@ -224,7 +225,7 @@ class Rerouting(IterationHooks):
     """Routes of one rank. Opens links to other replicas' cells when routes need them, and closes them afterwards."""
 
     def __init__(self, pipeline: Pipeline, *, swap: bool, evaluates: bool) -> None:
-        """`swap`: see `RoutableInputs`. `evaluates`: whether evaluations are routed around dead cells, too.
+        """`swap`: see `RoutableInputs`. `evaluates`: whether evaluations are also routed around dead cells.
 
         Raises TransportError if links cannot be opened while the job runs.
         """
@@ -423,7 +424,7 @@ def _tell_limits(inputs: RoutableInputs, call: PipelineCall) -> None:
 
 
 def others(program: Program, layout: JobLayout, *, also_own: bool = False) -> set[int]:
-    """Return the ranks of other replicas that `program` exchanges messages with; with `also_own`, of all replicas."""
+    """Return the ranks of other replicas with which `program` exchanges messages; with `also_own`, of all replicas."""
     messages = [message for step in program.steps for message in (step.receive, step.send) if message is not None]
     ends = {end for message in messages for end in (message.source, message.target)}
     return ends - ({layout.rank} if also_own else set(layout.pipeline))

@@ -73,11 +73,11 @@ def brought_home(
     like: Reports,
     add_up: Callable[[torch.Tensor], None],
 ) -> Sequence[Reports]:
-    """Return the reports of the micro-batches of `wanted` replicas in order, wherever they were computed.
+    """Return the reports of all micro-batches of the `wanted` replicas, in order, from the cells that computed them.
 
     `computed`: reports of this cell. `like`: any report, for names, shapes and dtypes. `add_up`: sums a float64 tensor
     [replicas, micro_batches, numbers] over the cells of the last stage, in place. Each entry is set by one cell and 0
-    elsewhere, so the sums equal the reports to the bit.
+    elsewhere, so the sums equal the reports bit for bit.
     """
     shapes = {name: value.shape for name, value in like.items()}
     numbers = torch.zeros(replicas, micro_batches, sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
@@ -210,7 +210,7 @@ class RoutableInputs:
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
         """Return the losses for the training script, from the `losses` computed here and elsewhere.
 
-        They are those of this replica, and of replicas whose last stage is dead if this rank reports for them.
+        The result covers this replica, and replicas whose last stage is dead if this rank reports for them.
         `losses_moved`: whether any route led to another replica's cell of the last stage. Raises LateRankError if one
         of the losses is missing.
         """
@@ -230,7 +230,7 @@ class RoutableInputs:
     def _share_form(self, form: bytes | None) -> None:
         """Publish the form of reports; if it is unknown here, wait until a cell of the last stage publishes it.
 
-        Raises LateRankError if none does, and as `check`.
+        Raises LateRankError if none does, and the errors of `check`.
         """
         with self._control.lent("reports", self._timeout_s) as store:
             try:
@@ -275,7 +275,7 @@ class RoutableInputs:
     def _check_agreed(self, lengths: list[list[float]] | None) -> None:
         """Raise UnsupportedFeatureError unless all ranks know the same lengths.
 
-        If only some ranks swapped micro-batches, inputs of some would meet labels of others.
+        If only some ranks swapped micro-batches, the inputs of one micro-batch would meet the labels of another.
         """
         layout, mine = self._layout, hashlib.blake2b(repr(lengths).encode(), digest_size=16).digest()
         store = self._control.client("lengths")
@@ -312,7 +312,7 @@ def _owners(feeds: Sequence[MicroBatchFeed | None]) -> list[int]:
 
 
 def receives_wait(call: PipelineCall) -> bool:
-    """Return whether a receive of unknown size waits for a header on a GPU: routed orders do not place that wait."""
+    """Return whether a receive of unknown size makes a GPU wait for a header, which routed orders do not allow for."""
     return call.message_shape is None and current_device().type == "cuda"
 
 

@@ -98,7 +98,7 @@ _CHAIN_CHUNK_NBYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One all-reduce: what is needed to choose, run and describe it."""
+    """An all-reduce algorithm, with the functions and texts to choose, run and describe it."""
 
     plan: Callable[[int, int], AllReduce]
     """Returns the rounds for a number of ranks, the last of which is the straggler, and a number of chunks."""
@@ -150,7 +150,7 @@ LEAST_GAIN = 0.05
 
 
 class AlgorithmChoice(NamedTuple):
-    """An algorithm for the first bytes of a buffer. Stock's sums the others afterwards."""
+    """An algorithm for the first bytes of a buffer. Stock's algorithm sums the remaining bytes afterwards."""
 
     algorithm: str
     """`STOCK`, or a name in `ALGORITHMS`."""
@@ -160,11 +160,11 @@ class AlgorithmChoice(NamedTuple):
 
 
 def choose(ranks: int, nbytes: int, wire: AllReduceWire, delay_s: float) -> AlgorithmChoice:
-    """Return the choice with the least exposed time for one buffer, if it saves `LEAST_GAIN`; else stock's for all of
-    it.
+    """Return the choice with the least exposed time for one buffer, if it saves `LEAST_GAIN`; else stock's algorithm
+    for all of it.
 
-    `delay_s`: how much later than all others the same rank is certain to arrive; 0 if uncertain. An algorithm gets no
-    more bytes than it can reduce during the delay.
+    `delay_s`: seconds by which the same rank is certain to arrive after all others; 0 if uncertain. An algorithm gets
+    no more bytes than it can reduce during the delay.
     """
     stock = AlgorithmChoice(STOCK, nbytes, stock_s(ranks, nbytes, wire))
     best = stock._replace(exposed_s=(1 - LEAST_GAIN) * stock.exposed_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StragglAR's all-reduce (arXiv 2505.23523): it reduces as much as possible while the other ranks wait for the
+"""StragglAR's all-reduce (arXiv 2505.23523): the other ranks reduce as much as possible while they wait for the
 straggler.
 """
 
@@ -49,8 +49,8 @@ class _Construction:
     def ramp_up(self, number: int) -> Round:
         """Copy active chunks to ranks without one.
 
-        Ranks that exchange with the straggler soon get none before. Rank chunk + doublings gets the chunk that is the
-        oldest when its turn comes.
+        Ranks that exchange with the straggler soon get none before that. Rank chunk + doublings gets the chunk that
+        will be the oldest when the rank's turn comes.
         """
         critical = 2 * self.doublings - 2
         spare = [rank for rank in range(critical + 1, self.straggler) if rank not in self.active]
@@ -70,7 +70,9 @@ class _Construction:
         return (*_exchange(number, self.straggler), *transfers)
 
     def drain(self) -> list[Round]:
-        """Return the rounds after the last exchange: the straggler holds the last chunk as any other rank does."""
+        """Return the rounds after the last exchange, in which the straggler holds the last chunk like any
+        other rank.
+        """
         self.active[self.straggler] = last = self.ranks - 2
         rounds = []
         while (oldest := min(self.active.values())) < last:
@@ -232,7 +234,9 @@ def _require_table(ranks: int) -> None:
 
 @cache
 def _tables() -> Mapping[int, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-    """Return ages and tail (see `cyclic_rounds`) by number of ranks, from scripts/search_all_reduce_tables.py."""
+    """Return ages and tail (see `cyclic_rounds`) by number of ranks, as found by
+    scripts/search_all_reduce_tables.py.
+    """
     lines = files(__package__).joinpath("tables.csv").read_text().splitlines()
     return {
         int(row["ranks"]): (

@@ -79,9 +79,9 @@ class Mode:
     def adds_to_others(self, group: Sequence[int]) -> bool:
         """Return whether late gradients of `group`, one of `groups`, are added to the next update of other replicas.
 
-        STAR does so with the children of a ring (section 3.1 of the released code's description). It pays where others
-        make most of the progress: an optimizer that divides by the size of gradients, as Adam does, gains hardly more
-        from an update of few, noisy gradients than from none.
+        STAR does so with the children of a ring (section 3.1 of the released code's description). It helps where the
+        other replicas contribute most of the progress: with an optimizer that divides by the size of gradients, such as
+        Adam, an update from few, noisy gradients helps hardly more than none.
         """
         if self.kind is ModeKind.DYNAMIC:
             return len(group) < max(map(len, self.groups)) / 2
@@ -194,8 +194,8 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
 def stragglers(times_s: Sequence[float], before: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return the replicas that take more than `STRAGGLING` longer than the fastest.
 
-    Half of it suffices for replicas that were among them `before`, so that measurement noise does not move replicas in
-    and out.
+    For replicas that were stragglers `before`, half of `STRAGGLING` suffices, so that measurement noise does not move
+    them in and out.
     """
     require_times(times_s)
     fastest_s = min(times_s)
@@ -245,10 +245,10 @@ def progress_s(expected: Pace, replicas: int, noise: float) -> float:
 def candidates(
     times_s: Sequence[float], kinds: Iterable[ModeKind], max_staleness: int, noise: float = 0.0
 ) -> list[Candidate]:
-    """Return modes of `kinds` with predictions, from synchronous training to the ones most different from it.
+    """Return modes of `kinds` with predictions, from synchronous training to the modes that differ most from it.
 
-    For x only values are tried after which the next replica is much slower: others only add waits. Raises ScheduleError
-    for invalid times or staleness.
+    For x, only values after which the next replica is much slower are tried: others only add waits. Raises
+    ScheduleError for invalid times or staleness.
     """
     count, wanted = len(times_s), set(kinds)
     like = clusters(times_s)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assign gradients to updates, by the order in which replicas arrive: every replica computes the same assignment.
 
-A replica *arrives* with a gradient and waits for the update that uses it. If it is late and the mode allows, it gives
-the gradient to another replica, its parent, which adds it to its own. It then gets the present parameters from the
-parent and goes on, so that no update waits for it. Replicas *meet* where all act together (a checkpoint, an evaluation,
-the end): no update is made until all are there, with the same parameters. Meetings are not announced. So no update is
-made from parameters before a replica has *begun* to compute with them, which shows that it does not meet the others
-first.
+A replica *arrives* with a gradient and waits for the update that uses it. A late replica, if the mode allows it, hands
+its gradient to another replica, its parent, which adds it to its own. The late replica then gets the present parameters
+from the parent and continues, so that no update waits for it. Replicas *meet* where all act together (a checkpoint, an
+evaluation, the end): no further update is made until all are there, with the same parameters. Meetings are not
+announced. So no update is made from parameters before a replica has *begun* to compute with them, which shows that it
+does not meet the others first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Update(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Return whether it equals an update of synchronous training."""
+        """Return whether this update equals an update of synchronous training."""
         return self.whole and not self.stale and self.gradients == len(self.members)
 
     @property
@@ -96,12 +96,12 @@ class Updates:
 
     @property
     def missing(self) -> list[int]:
-        """Replicas that are neither waiting for an update nor at the meeting."""
+        """Replicas that have neither arrived with a gradient nor reached the meeting."""
         return [each for each in range(len(self.read)) if each not in self._arrived and each not in self._here]
 
     @property
     def absent(self) -> list[int]:
-        """Replicas that a meeting waits for; none if there is no meeting."""
+        """Replicas that have not reached the present meeting; none if there is no meeting."""
         return [each for each in range(len(self.read)) if each not in self._here] if self._here else []
 
     def begins(self, replica: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of the whole model's gradients, before and after it is known."""
+"""Compute the norm of the whole model's gradients without waiting for it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PendingNorm:
     def __init__(self, optimizer: Any) -> None:
         """Begin the sum. `optimizer`: Megatron's ChainedOptimizer, with gradients ready.
 
-        Collective over its group of gradient statistics. The other members take part by this or by stock's
-        get_grad_norm_fp32, whose steps these are.
+        Collective over the optimizer's group of gradient statistics. The other members take part by this or by stock's
+        get_grad_norm_fp32, which has the same steps.
         """
         grads: list[torch.Tensor] = []
         for each in optimizer.chained_optimizers:

@@ -66,8 +66,8 @@ class GradientReduction:
     def start(self, stock: Callable[..., Any], bucket_group: Any, *given: Any, **keywords: Any) -> None:
         """Start a reduction in place of Megatron's `_ParamAndGradBucketGroup.start_grad_sync` (`stock`).
 
-        Gradients are checked and scaled as there (param_and_grad_buffer.py). With --overlap-grad-reduce the sums run
-        behind the computation, and the bucket group gets a handle; else they are complete on return. With several
+        Gradients are checked and scaled as in stock (param_and_grad_buffer.py). With --overlap-grad-reduce the sums run
+        during the computation, and the bucket group gets a handle; else they are complete on return. With several
         instances of the distributed optimizer, Megatron reduces within each instance, and this sums the shards over
         instances.
 
@@ -137,7 +137,7 @@ class GradientReduction:
 
 
 def _reduce(sums: ReplicaSums, values: Sequence[torch.Tensor], place: int, divisor: int, reduced: Any) -> None:
-    """Sum `values` over replicas, once the operation `reduced` that computes them has ended (None: it has)."""
+    """Sum `values` over replicas, once the operation `reduced` that computes them has ended (None: it has already)."""
     if reduced is not None:
         reduced.wait()
     sums.sum_up(values, place)
@@ -159,7 +159,7 @@ def _summed_over(bucket_group: Any) -> Any:
 
 @contextlib.contextmanager
 def one_instance(bucket_group: Any) -> Iterator[None]:
-    """Make Megatron reduce within one instance of the distributed optimizer, as if there were no other."""
+    """Make Megatron reduce within one instance of the distributed optimizer, as if there were no others."""
     settings = bucket_group.ddp_config
     bucket_group.ddp_config = dataclasses.replace(settings, num_distributed_optimizer_instances=1)
     try:

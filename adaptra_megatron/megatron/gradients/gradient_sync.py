@@ -2,13 +2,13 @@
 """Start data-parallel gradient reductions and parameter gathers, for any order of actions.
 
 Megatron's rule (schedules.py: enable_grad_sync, disable_grad_sync, param_sync_func) is kept: the reduction of a chunk
-may start with, or right after, the action that completes its last gradient; never earlier.
+may start with, or right after, the action that completes the chunk's last gradient; never earlier.
 
 Reductions are collectives of the stage's replicas, which may run their actions in different orders. So reductions start
-in one order of chunks on all replicas, and a chunk that is complete before its turn waits. That is the plan's order if
-all replicas run one plan. If each has its own plan, the last chunk comes first, as in stock's order. All buckets of a
-chunk then start together once it is complete: hooks would start them in the order of the backward, which may differ
-between replicas.
+in one order of chunks on all replicas, and a chunk that is complete before its turn waits. If all replicas run one
+plan, that order is the plan's. If each has its own plan, the last chunk comes first, as in stock's order. All buckets
+of a chunk then start together once the chunk is complete, as hooks would start them in the order of the backward, which
+may differ between replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch
 
 
 class GradientSync:
-    """Gradient synchronisation of one iteration. Disabled from construction on, except where methods say otherwise."""
+    """Gradient synchronisation of one iteration. Disabled from its construction on, except where methods say
+    otherwise.
+    """
 
     def __init__(
         self, config: Any, model_chunks: Sequence[torch.nn.Module], order: Sequence[int], *, by_hooks: bool = True
@@ -129,8 +131,8 @@ def gather_parameters(model_chunks: Sequence[Any]) -> None:
     """Gather all parameters before the first action. Collective over each stage's replicas.
 
     Otherwise the first forwards would gather them (distributed_data_parallel.py: _make_forward_pre_hook) and wait for
-    the forwards of other replicas. If micro-batches are routed, those may come after a backward that waits for this
-    forward, or never. Does nothing for gathered parameters.
+    the forwards of other replicas. If micro-batches are routed, another replica may run its forward only after a
+    backward that waits for this forward, or never. Does nothing for gathered parameters.
     """
     for model in model_chunks:
         if getattr(model, "remove_forward_pre_hook_handles", None):

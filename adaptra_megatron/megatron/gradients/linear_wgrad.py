@@ -54,7 +54,7 @@ class DelayedGradient(Protocol):
         """Number of the autograd pass that left the gradient: see `current_graph_task`."""
 
     def compute(self) -> Gradients:
-        """Compute and return the gradients that are still to be accumulated: none if a kernel has accumulated them.
+        """Compute and return the gradients that are still to be accumulated; None if a kernel has accumulated them.
         Call once.
         """
 
@@ -285,8 +285,8 @@ class WeightGradientQueue:
     def _stand_in(self, weight: torch.nn.Parameter, dtype: torch.dtype, *, fused: bool) -> torch.Tensor | None:
         """Return a weight gradient that DistributedDataParallel's hook sees and drops; None if there is no such hook.
 
-        The hook must run (with overlapped reduction it asserts that there is a gradient). Stock uses the same trick for
-        fused accumulation.
+        The hook must run, and with overlapped reduction it asserts that there is a gradient. Stock uses the same trick
+        for fused accumulation.
         """
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None

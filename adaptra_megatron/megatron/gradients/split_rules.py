@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which linear layers have their backward split, by one table.
 
-It applies to the layers of a job and to those that its settings promise. Imports neither torch nor Megatron.
+The table applies to the layers of a job, and to the layers that the job's settings will create. Imports neither torch
+nor Megatron.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class CollectingStore:
     def delay_wgrad_compute(self) -> bool:
         """Return whether weight gradients of the present backward are delayed.
 
-        It is always True in forwards, which do not record gradients as backwards do: newer releases pass the store to
-        the backward only then.
+        In forwards that will have a backward it is always True: newer releases pass the store to the backward only if
+        it is.
         """
         return self._computes or self._queue.collects or torch.is_grad_enabled()
 

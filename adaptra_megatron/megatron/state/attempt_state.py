@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save the state that an attempt at a training iteration changes besides gradients, and restore it before the next.
+"""Save the state that an attempt at a training iteration changes besides gradients, and restore it before the next
+attempt.
 
-Forwards and finalize_model_grads of megatron-core 0.14 to 0.20 change, besides gradients:
+In megatron-core 0.14 to 0.20, forwards and finalize_model_grads change this state:
 
 1. buffers of the model: routers count their tokens (`local_tokens_per_expert`), finalize_model_grads moves their biases
    by these counts (`expert_bias`) and zeroes the counts, and the global auxiliary loss has sums of its own
    (transformer/moe/router.py, distributed/finalize_model_grads.py);
 2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, to which all micro-batches add.
 
-Random numbers follow from the micro-batch (`MicroBatchRandom`), and FP8 recipes other than delayed scaling keep no
-state between two products. Buffers are few and small: copying them is a launch or two per iteration.
+Random numbers are no such state, as they depend only on the micro-batch (`MicroBatchRandom`). FP8 recipes other than
+delayed scaling keep no state between two products. Buffers are few and small, so that copying them takes one or two
+launches per iteration.
 """
 
 from __future__ import annotations

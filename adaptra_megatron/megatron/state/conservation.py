@@ -3,17 +3,17 @@
 
 Every gradient bucket has a count, an int32. Each backward that completes weight gradients of a chunk adds 1 to the
 counts of its buckets, before a hook can start their reduction. A count is zeroed with its buffer, and reduced wherever
-its bucket is reduced (`FaultTolerantGroup`): over the same ranks, behind it in the same queue or stream, and written
+its bucket is reduced (`FaultTolerantGroup`): over the same ranks, after it in the same queue or stream, and written
 together with the bucket's sum. So after the reduction each rank has the number of micro-batches in each of its buckets:
-replicas x micro-batches, also if live cells computed the micro-batches of dead ones. A missing or doubled micro-batch,
-a bucket that was not zeroed, not reduced or reduced twice, and a late reduction of an earlier attempt all give another
-number.
+replicas x micro-batches, also if live cells computed the micro-batches of dead ones. The number is different if a
+micro-batch is missing or doubled, if a bucket was not zeroed, not reduced or reduced twice, or if a late reduction of
+an earlier attempt wrote to it.
 
-The count is next to the bucket, not in its padding. A bucket has padding only with the distributed optimizer, and even
-then none if its size is a multiple of the replicas and of 128, as in most large models. Added padding would change the
-bucket's size, and with it shards, checkpoint formats, and the order in which a library adds three or more addends: the
-numbers would not be stock's any more. Next to the bucket a count is exact whatever the gradients' dtype, and scaling,
-gradient norms and checks for NaN see the same buffers as in stock.
+The count is stored next to the bucket rather than in its padding. A bucket has padding only with the distributed
+optimizer, and even then none if its size is a multiple of the replicas and of 128, as in most large models. Added
+padding would change the bucket's size, and with it shards, checkpoint formats, and the order in which a library adds
+three or more addends, so that results would differ from stock's. A separate count is also exact whatever the gradients'
+dtype, and scaling, gradient norms and checks for NaN see the same buffers as in stock.
 """
 
 from __future__ import annotations
@@ -139,18 +139,20 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def digest_of(model_chunks: Sequence[Any], iterations: int, scheduler_steps: int) -> bytes:
-    """Return 32 bytes that are equal on two ranks if, and almost certainly only if, their parameters are equal to the
+    """Return 32 bytes that are equal on two ranks if, and almost certainly only if, their parameters are equal bit for
     bit.
 
     The digest also covers the order, shapes and types of all parameters of `model_chunks`, `iterations` and
-    `scheduler_steps`. Parameters must have been gathered and the device have finished: this reads from it. 16 bytes of
-    each MiB come to the host. Integer arithmetic modulo 2^64 gives the same on all devices, in any order of addition.
+    `scheduler_steps`. Parameters must have been gathered and the device must have finished, as this reads from it. 16
+    bytes of each MiB are copied to the host. Integer arithmetic modulo 2^64 gives the same on all devices, in any order
+    of addition.
 
     For each block of words x the device computes two sums of a_i * x_i, with fixed tables of odd a. One differing word
-    always changes both, as an odd number has an inverse modulo 2^64. Several differing words leave one sum unchanged
-    for at most one of 2^32 tables (their differences have 32 bits, so at least 32 bits of a decide), and both for one
-    of 2^64. For errors, which do not know the tables, these are as good as random; against somebody who constructs two
-    models with one digest they are no defence. The sums of blocks, the sizes and counters are hashed by blake2b.
+    always changes both sums, as an odd number has an inverse modulo 2^64. Several differing words leave one sum
+    unchanged for at most one of 2^32 tables (their differences have 32 bits, so at least 32 bits of a decide), and both
+    sums for one of 2^64. Errors do not depend on the tables, so fixed tables detect them as well as random ones would.
+    They are no defence against somebody who constructs two models with the same digest. The sums of blocks, the sizes
+    and counters are hashed by blake2b.
     """
     total = hashlib.blake2b(f"{iterations}/{scheduler_steps}".encode(), digest_size=32)
     blocks: dict[torch.device, _BlockSums] = {}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List what Megatron draws random numbers for inside F and B, and when another order of actions draws other numbers.
+"""List where Megatron draws random numbers inside F and B, and when another order of actions draws other numbers.
 
 All chunks of a rank share their random streams: torch's default generator, the states of Megatron's
-CudaRNGStatesTracker, RandomSTE's generator before 0.16. The state before an action depends on the draws of all actions
-before it. F, B and W of one chunk each keep stock's order. So numbers differ only if several chunks draw, or if F and B
-both draw.
+CudaRNGStatesTracker, and before 0.16 RandomSTE's generator. The state before an action depends on the draws of all
+actions before it. F, B and W of one chunk each keep stock's order. So numbers differ only if several chunks draw, or if
+F and B both draw.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ DRAWS = (
 def shares_amax_history(config: Any, chunks: int) -> bool:
     """Return whether FP8 scales depend on how a stage's chunks alternate.
 
-    Transformer Engine's delayed scaling advances the histories of all layers, those of other chunks too, whenever any
-    forward or backward ends (quantization.py, `reduce_and_update_fp8_tensors`). If a layer did not run, its most recent
-    value stays. A maximum over a window then covers fewer values of the layer, the more others ran.
+    Transformer Engine's delayed scaling advances the histories of all layers of all chunks whenever any forward or
+    backward ends (quantization.py, `reduce_and_update_fp8_tensors`). A layer that did not run repeats its most recent
+    value. So the more other layers ran, the fewer distinct values of a layer its maximum over a window covers.
     """
     delayed = bool(getattr(config, "fp8", None)) and getattr(config, "fp8_recipe", None) == "delayed"
     by_maximum = getattr(config, "fp8_amax_compute_algo", None) == "max"

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extend Megatron's distributed optimizer by a copy of each shard of its state at a rank of another cell.
 
-The copy is stepped, not sent. Its holder gets the shard's reduced gradients as the owner does (one more shard of
-gradients, 1/D of the buffer, at the end of each reduction) and takes the same steps with the same numbers. So copy and
-shard are equal to the bit, and a failure at any moment leaves a whole copy. It costs the memory of one more shard (12
-bytes per parameter over D, with Adam and 16-bit parameters) and the time of its step.
+The copy is computed rather than sent. Its holder gets the shard's reduced gradients as the owner does (one more shard
+of gradients, 1/D of the buffer, at the end of each reduction) and takes the same steps with the same numbers. So copy
+and shard are equal bit for bit, and a failure at any moment leaves a complete copy. It costs the memory of one more
+shard (12 bytes per parameter over D, with Adam and 16-bit parameters) and the time of its step.
 
-If the owner has failed, the holder of the copy adds the shard's part to gradient norms, has its parameters gathered,
-and writes it into checkpoints.
+If the owner has failed, the holder of the copy adds the shard's part to gradient norms, provides its parameters in
+gathers, and writes it into checkpoints.
 
-With several instances of the optimizer each has all shards, so none is copied: see `OptimizerInstance`.
+If the optimizer has several instances, each has all shards, so none is copied: see `OptimizerInstance`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send a rank's training state to another rank: parameters, optimizer state, learning-rate schedule.
 
-Tensors are sent one by one and received in place. Other state goes before them, as plain values. This is no checkpoint
-format: the receiver is a process of the same release with the same arguments, and has the same tensors in the same
-order.
+Tensors are sent one by one and received in place. Other state is sent before them, as plain values. The format is
+unsuitable for checkpoints: the receiver must be a process of the same release with the same arguments, and have the
+same tensors in the same order.
 
-One digest covers everything (blake2b). The receiver computes it over its tensors once they are in place, not over the
-messages. With a key, the two ends prove to each other that they have it: plain values are parsed only after the digest
-so far was equal, and tensors are used only after the digest at the end was.
+One digest covers everything (blake2b). The receiver computes it over its tensors once they are in place, rather than
+over the messages. With a key, the two ends also prove to each other that they have it. Plain values are parsed only
+after the digest so far was found equal, and tensors are used only after the final digest was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DIGEST_NBYTES = 32
 
 
 class StateError(RuntimeError):
-    """A received state is not the one that was sent, or does not fit this process; says which."""
+    """A received state differs from the one that was sent, or does not fit this process; names the difference."""
 
 
 class _Digest:
@@ -189,7 +189,7 @@ def send_tensors(sender: StateSender, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def receive_tensors(receiver: StateReceiver, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Receive into `tensors`. Raises StateError if the sender's have other shapes."""
+    """Receive into `tensors`. Raises StateError if the sender's tensors have other shapes."""
     shapes = receiver.values()
     if shapes != [list(each.shape) for each in tensors]:
         raise StateError(
@@ -218,7 +218,7 @@ def send_optimizer(sender: StateSender, optimizer: torch.optim.Optimizer, parame
 def receive_optimizer(
     receiver: StateReceiver, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Receive what `send_optimizer` sends. Raises StateError if this process has other parameters."""
+    """Receive the state from `send_optimizer`. Raises StateError if this process has other parameters."""
     said = receiver.values()
     if len(said["states"]) != len(parameters) or len(said["groups"]) != len(optimizer.param_groups):
         raise StateError(

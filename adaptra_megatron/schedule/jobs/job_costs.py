@@ -166,8 +166,8 @@ def job_of(pipelines: Sequence[Costs], *, gradient_sync_s: Sequence[float] = ())
 
 
 def worst_costs(groups: Sequence[ReplicaGroup]) -> Costs:
-    """Return the slowest costs of each stage and link over all `groups`. No replica is slower; perhaps none is
-    as slow.
+    """Return the slowest costs of each stage and link over all `groups`. No replica is slower; possibly none is as
+    slow.
     """
     all_costs = [group.costs for group in groups]
 

@@ -2,10 +2,10 @@
 """Find one schedule for all replicas of a job, which must run the same: the one whose slowest replica is fastest.
 
 A plan for the slowest of every stage and link over all replicas suits a pipeline that does not exist, and under a cap
-it may serve the real ones badly. So plans are also made for few replicas at a time: first for the one with the most
-work, then for the slowest costs of that one and of the replica that the plan served worst, and so on (a cutting plane
-in the space of replicas). Costs near the first ones are tried, too. The plan with the shortest simulated iteration over
-all replicas wins.
+it may be slow on the real ones. So plans are also made for few replicas at a time: first for the replica with the most
+work, then for the slowest costs of that replica and of the one that is slowest under this plan, and so on (a cutting
+plane in the space of replicas). Costs near the first ones are tried, too. The plan with the shortest simulated
+iteration over all replicas wins.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def plan_job(
 ) -> JobPlan:
     """Return the best schedule found for all replicas of `job`.
 
-    Deterministic as `plan`: half of `deadline_s` plans for all replicas at once, the rest for few at a time; simulating
-    replicas comes on top. `deadline_s` None: twice 0.1 s, or two searches if these take longer (if all replicas are
-    equal: as `plan`), until the plan is within `ENOUGH` of its bound. Raises PlanError if no schedule fits the caps.
+    Deterministic like `plan`: half of `deadline_s` is used to plan for all replicas at once, the rest for few at a
+    time; simulating replicas takes additional time. `deadline_s` None: until the plan is within `ENOUGH` of its bound,
+    but at most twice 0.1 s, or two searches if these take longer (as `plan` if all replicas are equal). Raises
+    PlanError if no schedule fits the caps.
     """
     if len(job.groups) == 1:
         return _plan_for_equals(job, deadline_s, split, progress)

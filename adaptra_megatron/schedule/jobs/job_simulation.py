@@ -82,9 +82,10 @@ class SlowdownCause:
 def simulate_job(
     schedule: Schedule | None, job: JobCosts, *, blocking: bool = False, progress: Progress | None = None
 ) -> JobSimulation:
-    """Simulate `schedule` (None: online dispatch) in every replica; equal replicas once, several in parallel.
+    """Simulate `schedule` (None: online dispatch) in every replica. Equal replicas are simulated once, several in
+    parallel.
 
-    Raises as `simulate` and `simulate_online`.
+    Raises the errors of `simulate` and `simulate_online`.
     """
     run = runner(schedule, job.base, blocking=blocking)
     doing = "dispatching replicas" if schedule is None else "simulating replicas"
@@ -106,9 +107,9 @@ Runner = Callable[[Costs], tuple[Finish, Sequence[float]]]
 
 
 def runner(schedule: Schedule | None, costs: Costs, *, blocking: bool = False) -> Runner:
-    """Return what runs `schedule` (None: dispatches online) under any costs of the same pipeline as `costs`.
+    """Return a function that runs `schedule` (None: dispatches online) under any costs of the same pipeline as `costs`.
 
-    Raises as `simulate` and `simulate_online`.
+    Raises the errors of `simulate` and `simulate_online`.
     """
     if schedule is None:
         require_room_for_chunks(costs)
@@ -152,8 +153,8 @@ def first_behind(run: Runner, job: JobCosts, groups: Sequence[ReplicaGroup], lim
 def find_cause(simulation: JobSimulation) -> SlowdownCause | None:
     """Return why the slowest replica is slow; None if no single link or stage makes a difference.
 
-    Links and stages that cost it more than usual are reset one by one. Usual are the costs of a replica without
-    overrides; for such a replica, free links and typical stages.
+    Links and stages that are slower than usual are reset to the usual costs one by one. The usual costs are those of a
+    replica without overrides; if the slowest replica has none, free links and typical stages.
     """
     base, costs = simulation.job.base, simulation.job.groups[simulation.slowest].costs
     before_s = max(simulation.finish_s[simulation.slowest])

@@ -2,9 +2,10 @@
 """Order the actions of cells with several model chunks while cells are dead; keeps caps, and cannot deadlock.
 
 Micro-batches of a dead cell are dealt out to its live peers. A micro-batch is admitted once each of its cells has room
-for all the chunks that it will run there. It keeps that room until the backward of the last of these (the banker's
-algorithm: every admitted micro-batch can finish). Admitted work runs as it comes: backwards before forwards, later
-chunks first, then by number. Backwards are whole, since a delayed weight gradient would keep the room.
+for all the chunks that it will run there. It keeps that room until the backward of the last of these chunks (the
+banker's algorithm: every admitted micro-batch can finish). Among admitted work that can run, backwards go before
+forwards, later chunks before earlier ones, then lower numbers. Backwards are whole, since a delayed weight gradient
+would keep the room.
 """
 
 from __future__ import annotations

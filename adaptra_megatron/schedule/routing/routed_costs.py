@@ -20,13 +20,13 @@ class RoutingError(CostError):
 class RoutedCosts:
     """Costs of one iteration of a job whose cells of one stage hold the same weights.
 
-    The seconds of a replica are those of its cells, and its `Costs.micro_batch_factors` those of its micro-batches,
-    wherever they run. `links` joins cells of neighbouring stages; an unlisted link between two replicas costs the worse
-    of the two replicas' own links. A rendezvous link is busy until its message has arrived.
+    The seconds of a replica belong to its cells; its `Costs.micro_batch_factors` belong to its micro-batches, wherever
+    these run. `links` joins cells of neighbouring stages; an unlisted link between two replicas costs the worse of the
+    two replicas' own links. A rendezvous link is busy until its message has arrived.
 
     Raises RoutingError for a stage without a live cell, and for jobs that cannot be routed: shared queues, placements
     other than Megatron's, and several chunks. With several chunks, a cell's cap would have to keep room for later
-    chunks of micro-batches from any replica; `interleaved` does so around dead cells, with few activations in flight.
+    chunks of micro-batches from any replica; `interleaved` does that around dead cells, with few activations in flight.
     """
 
     job: JobCosts

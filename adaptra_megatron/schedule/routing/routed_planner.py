@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find which cells run which micro-batches, and in which order, so that an iteration of the job is shortest.
 
-Each stage's work is spread over its live cells in proportion to their speed. Moves cost something, so several shares
-are tried: from the fewest moves (those of dead cells, then the excess of the slowest stage) up to even loads; and
-dropping the replicas that have a dead cell. For every share, actions are dispatched in order of time: backwards before
-forwards before weight gradients, by number of the micro-batch, a cell's own first (ReCycle's adaptive pipelining with
-decoupled backwards). The best shares are tried with other dispatch rules (1F1B's among them, with fewer and more
-activations held). They are then improved by priorities from the work remaining after each action, and by moving single
-micro-batches.
+Each stage's work is spread over its live cells in proportion to their speed. Moving a micro-batch has a cost, so
+several shares are tried: from the fewest moves (only from dead cells, then the excess of the slowest stage) up to even
+loads, and dropping the replicas that have a dead cell. For every share, actions are dispatched in order of time:
+backwards before forwards before weight gradients, by number of the micro-batch, a cell's own first (ReCycle's adaptive
+pipelining with decoupled backwards). The best shares are tried with other dispatch rules (1F1B's among them, with fewer
+and more activations held). They are then improved by priorities from the work remaining after each action, and by
+moving single micro-batches.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def encode_hosts(routing: Routing) -> list[int]:
 
 
 def decode_hosts(hosts: Sequence[int], costs: RoutedCosts) -> Routing:
-    """Return the routing that native hosts stand for."""
+    """Return the routing that native host numbers represent."""
     count = costs.job_micro_batches
     rows = (tuple(hosts[stage * count : (stage + 1) * count]) for stage in range(costs.stages))
     return Routing(costs.job.replicas, costs.micro_batches, tuple(rows))
@@ -82,7 +82,7 @@ def encode_orders(schedule: RoutedSchedule) -> list[list[int]]:
 
 
 def decode_orders(codes: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[RoutedAction, ...], ...]:
-    """Return the orders that the cells' codes stand for."""
+    """Return the orders that the cells' codes represent."""
     made = RoutedAction._make
     return tuple(
         tuple(made((_KINDS[code & 3], *divmod(code >> 2, micro_batches), 0)) for code in order) for order in codes
@@ -186,11 +186,11 @@ _ROUNDING = 1e-9
 
 
 def check_routed(schedule: RoutedSchedule, costs: RoutedCosts) -> None:
-    """Return if the schedule can run; else raise ScheduleError for the first thing wrong.
+    """Return if the schedule can run; else raise ScheduleError for the first fault.
 
     Checked in this order: each cell runs F and B, or F, I and W, of exactly the micro-batches that the routing gives
-    it, each once and in that order; no cell holds more than its cap; no dead cell is used, and the orders do not wait
-    on each other for ever.
+    it, each once and in that order; no cell holds more than its cap; no dead cell is used; and the orders do not
+    deadlock.
     """
     for cell, order in zip(costs.cells, schedule.orders, strict=True):
         _check_order(cell, order, schedule.routing)

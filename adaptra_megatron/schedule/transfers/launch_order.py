@@ -2,10 +2,10 @@
 """Define one order of all actions and transfers of a pipeline, in which stages launch work and post receives on GPUs.
 
 On a GPU a send ends only when its receive runs, a hardware queue starts operations in the order in which they were
-issued, and some calls of the host wait for the whole device. If receives are posted at will, stages can then wait for
-each other for ever. They cannot if all stages follow one order with two properties: it respects the dependencies of
-actions, and it has each transfer behind the action that makes its message and before the next action of that stage.
-Every stage launches its own part of that order: its actions, its sends and its receives, over all links.
+issued, and some calls of the host wait for the whole device. So stages that post receives in arbitrary order may wait
+for each other for ever. They cannot if all stages follow one order with two properties: it respects the dependencies of
+actions, and each transfer comes after the action that makes its message and before the next action of that stage. Every
+stage launches its own part of that order: its actions, its sends and its receives, over all links.
 
 Proof: suppose nothing makes progress, and take the first operation in the order that has not ended. A stage that takes
 part in it has issued only earlier operations before it, which have all ended. A host waits only for operations that it
@@ -13,11 +13,11 @@ has issued, on its own device or a peer's, or for the other end of one that it i
 the operation, and it has been issued at all its ends. Nothing is in front of it in any queue, and everything that it
 needs has ended: it runs, and ends.
 
-The proof assumes nothing else: not how many queues a device has, how often a host waits for it, or whether
-communicators connect at their first use. Collectives of replicas belong to the action with which they are launched,
-since replicas run one plan in one order. Two conditions remain. Later operations may start earlier, in another queue,
-so the device must have room for one kernel of each stream at once. And one thread launches all of it: work of a second
-thread has no place in the order.
+The proof makes no other assumptions: the number of a device's queues does not matter, nor how often a host waits for
+it, nor whether communicators connect at their first use. Collectives of replicas belong to the action with which they
+are launched, since replicas run one plan in one order. Two conditions remain. Later operations may start earlier, in
+another queue, so the device must have room for one kernel of each stream at once. And a single thread must launch
+everything, since work of a second thread would have no place in the order.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
     So every receive is posted before its message is made. In a shared queue a receive delays later work until the
     link's previous message has arrived; an action goes before a receive if that costs less (csrc/schedule/launch.hpp).
 
-    `costs`: expected costs; None: one unit for every F, I and W, nothing for links. The result is the same on every
-    rank for equal arguments. Raises SimulationError for orders that deadlock.
+    `costs`: expected costs; None: one unit for every F, I and W, and 0 for links. The result is the same on every rank
+    for equal arguments. Raises SimulationError for orders that deadlock.
     """
     costs = costs or uniform_costs_for(schedule)
     check_fits(schedule, costs)

@@ -2,9 +2,9 @@
 """Run the delegate, a small sidecar process of each training process that connects, authenticates and carries its
 links.
 
-The delegate ends with its parent, however that ends: the kernel kills it, and its control socket closes. Other signals
-to the processes of a job (SIGTERM, Ctrl-C) are for the parent to handle: the delegate has a session of its own, and
-blocks those signals. All its resources (rings, sockets) are anonymous and end with it. It imports neither torch nor
+The delegate ends with its parent, whatever ends the parent: the kernel kills it, and its control socket closes. Other
+signals to the processes of a job (SIGTERM, Ctrl-C) are for the parent to handle: the delegate has a session of its own,
+and blocks those signals. All its resources (rings, sockets) are anonymous and end with it. It imports neither torch nor
 Megatron, and uses no CPU when idle.
 """
 
@@ -55,7 +55,7 @@ class Delegate:
         self._acceptor = Acceptor(bytes.fromhex(start.secret), start.handshake_s, self._admit)
 
     async def serve(self) -> None:
-        """Serve requests; return when asked to stop. Raises ControlEndedError when the training process is gone."""
+        """Serve requests; return when asked to stop. Raises ControlEndedError when the training process has ended."""
         for listener in self._listeners:
             self._acceptor.listen(listener)
         while True:
@@ -118,10 +118,10 @@ class Delegate:
         await link.admit(purpose, connection)
 
     def _link(self, peer: int, opening: int) -> LinkSession | None:
-        """Return the link's session of this opening, ending that of an earlier one; None if this opening has been
-        closed.
+        """Return the link's session of this opening, ending the session of an earlier one; None if this opening has
+        been closed.
 
-        The peer may connect first: its connections then wait for the training process's OpenLink.
+        If the peer connects first, its connections wait for the training process's OpenLink.
         """
         link = self._links.get(peer)
         if opening <= self._closed.get(peer, 0) or (link is not None and opening < link.opening):

@@ -2,13 +2,13 @@
 """Control messages between a training process and its delegate, over a unix socket that no other process holds.
 
 1. One packet is one JSON object; descriptors of rings and sockets travel with it (SCM_RIGHTS).
-2. StartDelegate comes first. If the socket ends, the other process has ended: the delegate exits, the training process
-   starts another.
-3. Each OpenLink has a session number; Up and Down repeat it. Messages of an earlier session are ignored.
+2. StartDelegate comes first. A closed socket means that the other process has ended: the delegate then exits, and the
+   training process starts another delegate.
+3. Each OpenLink has a session number, which Up and Down repeat. Messages of an earlier session are ignored.
 4. A session that the training process did not end itself (CloseLink, another OpenLink, Stop) ends in one Down.
 5. Fields are typed. An invalid packet counts as the end of the other process (ControlEndedError).
 
-This module does not import torch, as the delegate imports it.
+This module does not import torch, because the delegate imports it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ Message = StartDelegate | OpenLink | CloseLink | Listen | Report | Ping | Stop |
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet. Raises ControlEndedError if the other process is gone or does not read."""
+    """Send one packet. Raises ControlEndedError if the other process has ended or does not read."""
     try:
         socket.send_fds(channel, [packed(message)], list(descriptors))
     except OSError as cause:

@@ -28,8 +28,8 @@ SendMessage = Callable[[Message, list[int]], None]
 class LinkSession:
     """Sessions of the link to one peer, in the delegate: at most one at a time, and connections for the next.
 
-    The end that connects proposes the wire of the session; the other follows. After ATTEMPTS successive sessions that
-    did not begin, it proposes the fallback of its WireKind.
+    The end that connects proposes the wire of the session, and the other end accepts it. After ATTEMPTS successive
+    sessions that did not begin, it proposes the fallback of its WireKind.
     """
 
     def __init__(self, start: StartDelegate, peer: int, send: SendMessage, opening: int = 1) -> None:

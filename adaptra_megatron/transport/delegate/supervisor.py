@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep a delegate of this training process running, and its links up: start, restart, reconnect.
 
-The listening sockets belong to the training process and are lent to each delegate. So addresses stay when delegates
+The listening sockets belong to the training process and are lent to each delegate. So addresses are kept when delegates
 end, and a refused connection means that the training process itself has ended. (Its forked children, such as
-data-loader workers, close their copies.) A delegate that is stopped or hangs would hold its links in silence. It is
+data-loader workers, close their copies.) A delegate that is stopped or hangs would block its links silently. So it is
 pinged a few times per second, and replaced if it does not answer.
 """
 
@@ -179,9 +179,9 @@ class Supervisor:
     ) -> None:
         """Start the delegate and begin to bring up all links.
 
-        `listeners`: owned by the supervisor from now on, as those of `listen`. `patience_s`: silence after which a
-        delegate is killed and replaced, counted while this process ran. It doubles each time until a link comes up, for
-        slow machines.
+        `listeners`: owned by the supervisor from now on, like those passed to `listen`. `patience_s`: silence after
+        which a delegate is killed and replaced, counted only while this process itself was running. For slow machines,
+        it doubles each time until a link comes up.
         """
         self.starts = 0
         """Number of delegates started so far."""
@@ -211,17 +211,17 @@ class Supervisor:
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the running delegate; None between two."""
+        """Process id of the running delegate; None while none runs."""
         delegate = self._delegate
         return None if delegate is None else delegate.process.pid
 
     def transport(self, peer: int) -> str | None:
-        """Return the wire of the link to `peer`, or of its last session; None before it first came up."""
+        """Return the wire of the link to `peer`, or of its last session; None before the link first came up."""
         link = self._links.get(peer)
         return None if link is None else link.transport
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept connections on this listener too. Returns at once, as `add` and `remove` do; for any thread."""
+        """Accept connections on this listener too. Returns at once, like `add` and `remove`; for any thread."""
         self._calls.append(functools.partial(self._listen_too, listener))
         self._wake_up()
 

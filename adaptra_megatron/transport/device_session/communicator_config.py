@@ -30,9 +30,10 @@ def most_ctas(same_host: bool, rnic_gbit_per_s: float, message_nbytes: float = 0
     """Return how many CTAs a link's transfers may use: as many as NCCL would, but no more than needed to hide a
     message.
 
-    `rnic_gbit_per_s`: fastest RNIC of the slower end, 0: unknown. `message_nbytes`: largest message, 0: unknown. NCCL
-    uses powers of two: 2 within a host without NVLink, 32 or more with it, of which at most 8 are used here, so that
-    computation keeps most multiprocessors; between hosts as many as the network's bandwidth needs (4 if unknown).
+    `rnic_gbit_per_s`: fastest RNIC of the slower end; 0: unknown. `message_nbytes`: largest message; 0: unknown. NCCL
+    uses powers of two. Within a host it uses 2 without NVLink and 32 or more with it, of which at most 8 are used here,
+    so that most multiprocessors are left to computation. Between hosts it uses as many as the network's bandwidth needs
+    (4 if unknown).
     """
     nbytes_per_s = _NVLINK_NBYTES_PER_S if same_host else _NETWORK_NBYTES_PER_S
     network = _power_of_two(rnic_gbit_per_s * 1e9 / 8 / nbytes_per_s) if rnic_gbit_per_s > 0 else 4

@@ -67,9 +67,9 @@ class NcclLink:
     def __init__(
         self, store: SealedStore, ends: PairEnds, side: NcclSide, stream: Stream, *, sends: bool, timeout_s: float
     ) -> None:
-        """Connect to the other end, which constructs its own at about the same time.
+        """Connect to the other end, which constructs its own NcclLink at about the same time.
 
-        `store`: client of this session alone. `stream`: of this link and direction. `sends`: True at the source.
+        `store`: client used only by this session. `stream`: of this link and direction. `sends`: True at the source.
         Raises RuntimeError if the other end does not come within `timeout_s`, or is on the same GPU.
         """
         self.ends = ends
@@ -218,7 +218,7 @@ class NcclLink:
     def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> tuple[bytes, str]:
         """Exchange GPU identities with the other end; return the ncclUniqueId and the identity of the other end's GPU.
 
-        Rank 0 creates the id only once the other end is there.
+        Rank 0 creates the id only once the other end has arrived.
         """
         store.set_timeout(timedelta(seconds=max(_PAUSE_S, timeout_s)))
         store.set(f"gpu/{rank}", self._side.identity.encode())

@@ -49,7 +49,7 @@ class LinkGroup(Protocol):
         """Return fresh memory for a receive."""
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a small host tensor [n] in a form that can be sent. Returns at once."""
+        """Return a small host tensor [n] in a form that the group can send. Returns without waiting."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a small received tensor [n] in host memory."""

@@ -3,9 +3,9 @@
 
 Only `confirmed` is called with the link's lock held. Only threads of this module wait for the peer.
 
-Sends and receives start strictly in the order of their indices, from whatever thread, since NCCL matches by order
-alone. A message starts at once, in the calling thread, so that later work of the training is behind it on the device,
-too. Probes, and messages preceded by a header, wait for their turn, so that none of them waits on the device.
+Sends and receives start strictly in the order of their indices, from whatever thread, since NCCL matches them only by
+order. A message starts immediately, in the calling thread, so that later work of the training is behind it on the
+device, too. Probes, and messages preceded by a header, wait for their turn, so that none of them waits on the device.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class ReceivingSession:
         self._thread.start()
 
     def receive(self, index: int, specification: TensorSpecification | None, probe_nbytes: int = PROBE_NBYTES) -> None:
-        """Post a receive of this specification (without a shape a header comes first), or of a probe (None). Never
-        waits.
+        """Post a receive of this specification, or of a probe (None). Without a shape, a header is received first.
+        Never waits.
         """
         if specification is None:
             receive = _Receive(index, (probe_nbytes,), torch.uint8, probe=True)

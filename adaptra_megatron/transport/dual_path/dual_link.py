@@ -5,14 +5,14 @@ Rules that a link keeps towards its transport:
 
 1. Each posted message reaches the peer once. The sender keeps it until the peer has acknowledged it. After any failure
    all unacknowledged messages are sent again, and the receiver drops duplicates.
-2. A message is acknowledged once it has arrived *and* its receive is posted, as a send over torch.distributed
-   completes. So a slow receiver holds the sender's tensors, not memory of its own.
-3. Each message is expected on exactly one path: both ends agree on the number from which the other path is taken.
+2. A message is acknowledged once it has arrived *and* its receive is posted, which is also when a send over
+   torch.distributed completes. So a slow receiver holds the sender's tensors, not memory of its own.
+3. Each message is expected on exactly one path: both ends agree on the number from which the other path is used.
 4. A wait ends with an error once no path can bring the message: see LinkHealth.broken_from_s for the grace of each
-   cause. While one path works, the failure of the other is a log line.
+   cause. While one path works, a failure of the other is only logged.
 5. The first cause of an end counts; later ones follow from it and are dropped.
-6. One lock per end. Methods of DualLink take it; parts are called with it held. Copies, NCCL calls and waits for the
-   peer happen without it, so the training thread never waits at the lock for one of them.
+6. There is one lock per end. Methods of DualLink take it; parts are called with it held. Copies, NCCL calls and waits
+   for the peer happen without it, so the training thread never waits at the lock for one of them.
 
 A link is opened again by a new object: nothing of an earlier opening is delivered.
 """
@@ -73,8 +73,8 @@ class LinkParts:
         events: DeviceEvents,
         payload_ready: Callable[[], None],
     ) -> None:
-        """`events`, `payload_ready`: called without the lock, the latter once the next message to send can leave the
-        device, or never will. The others: see DualLink.
+        """`events`, `payload_ready`: called without the lock. `payload_ready` is called once the next message to send
+        can leave the device, or never will. Other arguments: see DualLink.
         """
         self.has_device_path = second is not None
         if second is None:
@@ -314,7 +314,7 @@ class DualLink:
 
     @property
     def unusable(self) -> bool:
-        """Return whether the link can carry nothing any more, since it is closed, aborted or failed."""
+        """Return whether the link can carry no more messages, since it is closed, aborted or failed."""
         return self._state.finished or self._health.failed
 
     # What the training thread calls.

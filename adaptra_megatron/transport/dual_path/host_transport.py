@@ -65,9 +65,9 @@ class HostTransport:
     ) -> None:
         """Bring up and greet all links of this rank's pipeline. Called by all its stages at the same point.
 
-        `chunks`: model chunks per stage; with several, the last stage and the first are linked too. `paths`,
-        `maker`: settings and maker of the device path; None: host path only. `device`: of the tensors; None: the
-        CPU. Raises TransportError on all stages alike if one cannot take part, or a link does not come up.
+        `chunks`: model chunks per stage; with several, the last stage and the first are linked too. `paths`, `maker`:
+        settings and maker of the device path; None: host path only. `device`: of the tensors; None: the CPU. Raises
+        TransportError, alike on all stages, if one cannot take part or a link does not come up.
         """
         layout = rendezvous.layout
         self.rank, self._layout, self._settings = layout.rank, layout, settings
@@ -281,7 +281,7 @@ class HostTransport:
 
     @property
     def delegate_process_id(self) -> int | None:
-        """Process id of the running delegate; None between two."""
+        """Process id of the running delegate; None while none runs."""
         return self._opener.supervisor.process_id
 
     def report_failure(self, cause: str) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the path of each message of a link, device or host, and move messages to the other path when one fails.
 
-1. The sender of a direction decides, its receiver follows; the two directions are independent.
-2. Sender and Receiver do the bookkeeping: they are given events (a note, a probe, a failure, the time), and leave
-   effects.
+1. The sender of a direction decides and its receiver follows; the two directions are independent.
+2. Sender and Receiver do the bookkeeping: they are given events (a note, a probe, a failure, the time), and record
+   effects for the caller to perform.
 3. Effects on the host path are performed at once, with the lock held: they only fill queues.
 4. Effects on the device path (posting, creating and ending sessions) may wait for NCCL. A thread performs them without
-   the lock, in the order in which they were left. The training thread performs those of its own calls itself.
-5. Notes between the ends use the host path, and the control connection while that is down. They never use the device
-   path, where a pending receive would occupy a multiprocessor.
+   the lock, in the order in which they were recorded. The training thread performs the effects of its own calls itself.
+5. Notes between the ends use the host path, and the control connection while the host path is down. They never use the
+   device path, where a pending receive would occupy a multiprocessor.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DeviceSide:
         work.end += [(True, session) for session in sender.end] + [(False, session) for session in receiver.end]
 
     def take_prompt(self) -> DeviceWork:
-        """Return the actions that take no time; the others stay pending."""
+        """Return the actions that never wait; the others stay pending."""
         work = self._work
         if not work:
             return self._nothing
@@ -171,7 +171,7 @@ class HostSide:
 
     @property
     def can_probe(self) -> bool:
-        """Return whether a probe would leave at once, with no probe before it."""
+        """Return whether a probe would be sent at once, with no probe before it."""
         return self._state.session is not None and not self._retransmit_queue.probing
 
     def send_probe(self, message: Computed, number: int, now_s: float) -> None:
@@ -182,7 +182,7 @@ class HostSide:
             self._state.health.fail(str(cause))
 
     def move(self, effects: SenderEffects[Computed], now_s: float) -> None:
-        """Move messages between the two paths, as the sender's effects say."""
+        """Move messages between the two paths, as the sender's effects require."""
         if not effects.withdrawals and not effects.resends:
             return
         waiting = {message.number: message for message in self._retransmit_queue.messages(elsewhere=True)}
@@ -278,7 +278,7 @@ class PathSwitch:
             self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
 
     def take_prompt(self) -> DeviceWork:
-        """Return the actions that the calling thread must `do` at once; the rest is for `thread`."""
+        """Return the actions that the calling thread must `do` at once; `thread` does the others."""
         self._settle_effects()
         work = self._device.take_prompt()
         self._wake_if_pending()
@@ -332,7 +332,7 @@ class PathSwitch:
         return "the device path is up" + ("" if carries else ", but the two ranks could not agree to change to it")
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """Return when to call this again while waiting since `since_s` for `key` (None: for all sends)."""
+        """Return the time of the next call, for a wait since `since_s` for `key` (None: for all sends)."""
         look_again_s = now_s + self.settings.suspicion_s
         if key is not None and self.receiver.expects(key):
             look_again_s = min(look_again_s, self.receiver.suspect(since_s, now_s))
@@ -413,8 +413,8 @@ class PathSwitch:
         self.thread.wake()
 
     def arrived(self, session: int, nbytes: int, arrived_s: float) -> MessageKey | None:
-        """Record the arrival of a session's next message; return its key, None if nothing waits for it. Then call
-        `settle`.
+        """Record the arrival of a session's next message; return its key, or None if nothing waits for it. Call
+        `settle` afterwards.
         """
         number = self.receiver.arrived(session, nbytes, arrived_s)
         return None if number is None or number < 0 else self.receiver.key(number)

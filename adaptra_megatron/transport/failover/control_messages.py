@@ -3,13 +3,15 @@
 
 Wire format: one JSON object, at most NOTE_NBYTES, whose field "is" names the kind (the tag of each class below).
 
-1. ControlChannel delivers each note once and in order. Each is sent by the host path; if not acknowledged within
-   OVERDUE_S, by the control connection too. The receiver drops doubles and holds back what comes early.
-2. Fields are typed and bounded. An unknown kind, a missing, additional or impossible field is a ValueError, upon which
-   the session or connection that brought the note ends. There is no version field: all ranks of a job are to run one
+1. ControlChannel delivers each note once and in order. Each is sent by the host path and, if it is not acknowledged
+   within OVERDUE_S, also by the control connection. The receiver drops duplicates and holds back notes that arrive
+   early.
+2. Fields are typed and bounded. An unknown kind, or a missing, additional or impossible field, is a ValueError, which
+   ends the session or connection that brought the note. There is no version field: all ranks of a job are to run one
    version of the package.
-3. `session` numbers the process groups made for the device path; `number` counts the messages of the directed link by
-   whatever path, in the order of posting, which both ends know; `index` counts what a session carried, probes included.
+3. `session` numbers the process groups made for the device path. `number` counts the messages of the directed link on
+   either path, in the order of posting, which both ends know. `index` counts the messages of a session, probes
+   included.
 4. A note of an earlier session changes nothing.
 """
 
@@ -31,8 +33,8 @@ class ControlChannel:
     """Numbers and orders the notes of both directions of a link. Not thread-safe: callers hold the link's lock."""
 
     def __init__(self, send: Callable[[int, bytes], None]) -> None:
-        """`send(number, packet)` puts a note on the control connection and returns at once. The note is lost if that
-        breaks.
+        """`send(number, packet)` puts a note on the control connection and returns at once. If that connection breaks,
+        the note is lost.
         """
         self._send = send
         self._posted = 0

@@ -2,13 +2,14 @@
 """State machine of the receiving end of a link with two paths: posts receives on the device path, and detects failures.
 
 1. Receives are posted for exactly the numbers that Open and SwitchAt give to the device path, in order.
-2. If a message is late, the receiver first asks whether it was sent (QuerySent). A stage that has not sent is slow; its
-   path has not failed.
-3. Once it was sent, it may take `stall_s` plus its time at `slow_nbytes_per_s`, or twice that of the latest message per
-   byte, at most `longest_transfer_s`. Then the session is declared Dead, with the number of messages that arrived.
-4. A dead session stays dead: a message that arrives later by it is dropped.
+2. If a message is late, the receiver first asks whether it was sent (QuerySent). If not, the sending stage is slow and
+   the path has not failed.
+3. Once sent, a message may take `stall_s` plus a transfer time: its bytes at `slow_nbytes_per_s`, or twice the latest
+   message's time per byte, at most `longest_transfer_s`. Then the session is declared Dead, with the number of messages
+   that arrived.
+4. A dead session stays dead: a message that arrives by it later is dropped.
 
-Messages of the host path need no bookkeeping here: their frames carry the key. No clock, thread or I/O, as in
+Messages of the host path need no bookkeeping here: their frames carry the key. Uses no clock, thread or I/O, like
 path_sender.py.
 """
 
@@ -156,7 +157,7 @@ class Receiver(Generic[Specification]):
 
     @property
     def in_use(self) -> bool:
-        """Return whether messages are to come, or are in flight, on the device path."""
+        """Return whether the device path has messages in flight, or will carry more."""
         current = self._session
         if current is None or current.opened is None:
             return False
@@ -272,10 +273,10 @@ class Receiver(Generic[Specification]):
             current.sent, current.sent_s, current.sent_nbytes = note.count, now_s, note.nbytes
 
     def suspect(self, since_s: float, now_s: float) -> float:
-        """Check a message of the device path that the training has waited for since `since_s`.
+        """Check a message of the device path for which the training has waited since `since_s`.
 
-        Asks the sender whether it was sent, and declares the session dead if it was and is overdue. Returns when to
-        call this again.
+        Asks the sender whether it was sent, and declares the session dead if it was and is overdue. Returns the time of
+        the next call.
         """
         current, settings = self._session, self._settings
         if current is None or not current.waiting:
@@ -300,7 +301,7 @@ class Receiver(Generic[Specification]):
     def _issue(self) -> None:
         """Post the receives that are due, in sending order, but only of messages that the training has posted.
 
-        The sizes of others are unknown.
+        The sizes of other messages are unknown.
         """
         current = self._session
         if current is None or not current.ready:

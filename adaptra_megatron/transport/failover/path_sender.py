@@ -2,13 +2,14 @@
 """State machine of the sending end of a link with two paths.
 
 1. Messages are numbered in the order of posting, over both paths. The device path carries intervals of numbers.
-2. Planned change to the host path: Close; the receiver answers with the first number without a posted receive; SwitchAt
-   names the maximum of that and the number of posted messages. Neither end waits, nothing is sent twice.
+2. Planned change to the host path: the sender sends Close; the receiver answers with the first number without a posted
+   receive; SwitchAt names the maximum of that number and the number of posted messages. Neither end waits, nothing is
+   sent twice.
 3. Change to the device path: one note, Open(number).
-4. Failure: only the receiver knows which messages have arrived (Dead). The rest is sent again by the host path only
-   after that, since the sender cannot tell a late message from a lost one.
+4. Failure: only the receiver knows which messages have arrived (Dead). Only then are the others sent again by the host
+   path, since the sender cannot tell a late message from a lost one.
 5. A host path that is down for `host_patience_s` is left in the same way, with all its undelivered messages.
-6. After a failure the next session waits for a back-off, and must carry eight probes before it carries messages.
+6. After a failure the next session starts after a back-off, and must carry eight probes before it carries messages.
 
 Phases of a device session; messages take the device path while it carries or drains, else the host path:
 
@@ -16,8 +17,8 @@ Phases of a device session; messages take the device path while it carries or dr
                               ^----------------------'          posted up to the number of SwitchAt
     any of them -> FAILED -> no session, for a back-off         Failed, or the receiver's Dead, which ends the session
 
-No clock, no thread, no I/O: times are arguments (seconds of the monotonic clock), actions are left in `effects`. So
-tests run both ends through every order of events.
+There is no clock, thread or I/O here: times are arguments (seconds of the monotonic clock), and actions are recorded in
+`effects`. So tests run both ends through every order of events.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from adaptra_megatron.transport.message_keys import MessageKey
 class Burst:
     """State of one probe burst at its sender. Not thread-safe: callers hold the link's lock.
 
-    A probe is sent once the previous one has arrived. So it finds the path idle, and its time is that of one message. A
-    burst is complete or discarded.
+    A probe is sent once the previous one has arrived. So it finds the path idle, and its transfer time is that of a
+    single message. A burst is either complete or discarded.
     """
 
     path: Path
@@ -239,8 +240,8 @@ class Sender(Generic[Payload]):
         nbytes_of: Callable[[Payload], int],
         is_computed: Callable[[Payload], bool] = lambda payload: True,
     ) -> None:
-        """`is_computed`: returns whether a posted message has been computed; until then the receiver must not
-        miss it.
+        """`is_computed`: returns whether a posted message has been computed; the receiver counts no message as late
+        before that.
         """
         self.posted = 0
         """Number of messages posted so far: the number of the next one."""
@@ -277,7 +278,7 @@ class Sender(Generic[Payload]):
 
     @property
     def device_healthy(self) -> bool:
-        """Return whether the device path carries messages or could."""
+        """Return whether the device path carries messages, or could carry them."""
         return self._session is not None and self._session.phase in _HEALTHY
 
     @property
@@ -330,7 +331,7 @@ class Sender(Generic[Payload]):
             self.effects.end.append(session)
 
     def failed(self, session: int, cause: str) -> None:
-        """Record that this end saw the session fail. The receiver decides what has arrived."""
+        """Record a failure of the session at this end. The receiver decides which messages have arrived."""
         current = self._session
         if current is not None and current.number == session and current.phase is not SenderPhase.FAILED:
             # Only the receiver knows what has arrived: until its Dead, messages are retained and later ones take the

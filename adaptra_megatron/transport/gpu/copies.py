@@ -33,7 +33,7 @@ class Payload(Protocol):
 
     @property
     def inline(self) -> bool:
-        """Return whether any thread may write it at once, since its bytes are in host memory."""
+        """Return whether any thread may write the payload at once, since its bytes are in host memory."""
 
     @property
     def ready(self) -> bool:
@@ -59,7 +59,7 @@ class Receipt(Protocol):
     """A received message on its way from host memory to the training's device."""
 
     def begin(self) -> None:
-        """Begin the copy, since the receive is posted. For any thread, any number of times; returns at once."""
+        """Begin the copy, once the receive is posted. For any thread, any number of times; returns at once."""
 
     def take(self) -> torch.Tensor:
         """Return the tensor, usable by later work on the calling thread's current stream. Never waits.

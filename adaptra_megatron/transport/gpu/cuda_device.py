@@ -69,8 +69,8 @@ class Device(Protocol):
     def memory_stream(self) -> Stream:
         """Stream on which memory of received tensors is allocated. Nothing runs on it.
 
-        So memory that one link has released serves any other at once. Code that uses a tensor on another stream must
-        keep it until that use has ended.
+        So memory released by one link can be reused by any other at once. Code that uses a tensor on another stream
+        must keep the tensor until that use has ended.
         """
 
     def new_stream(self) -> Stream:
@@ -218,7 +218,9 @@ class DeviceThread(threading.Thread):
 
 
 def cuda_runtime() -> Any:
-    """Return the CUDA runtime that torch has loaded, for functions without a binding; None without a GPU."""
+    """Return the CUDA runtime that torch has loaded, for calling functions that torch does not bind; None without a
+    GPU.
+    """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")

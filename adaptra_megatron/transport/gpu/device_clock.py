@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record times on a GPU's stream in seconds of the host's monotonic clock, without waiting for the device.
 
-Anchors relate the two clocks: events on a stream without other work, so that the device reaches one as soon as it is
-recorded, and a polling thread sees that at once. A sleeping thread would see it only once it is woken, milliseconds
-later on a busy host. After an anchor the device's clock is assumed to run as it ran between the last two.
+Anchors relate the two clocks. An anchor is an event on a stream without other work, so that the device reaches it as
+soon as it is recorded, and a polling thread sees that immediately. (A sleeping thread would be woken milliseconds later
+on a busy host.) After an anchor the device's clock is assumed to run at the rate between the last two anchors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Anchor(NamedTuple):
 
 
 class DeviceClock:
-    """Marks points of the current stream and converts them to host time later, all those of an iteration at once.
+    """Marks points of the current stream, and later converts all marks of an iteration to host time at once.
 
     Events are reused. Not thread-safe: for the thread that runs the pipeline.
     """

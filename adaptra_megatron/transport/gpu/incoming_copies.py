@@ -7,9 +7,9 @@ the training, so the ring does not stall. Any other message is assembled in host
 receive is posted: so the device holds no more received messages than with receives of torch.distributed. The training
 thread's `take` makes its stream wait for the copy's event, and does not wait itself.
 
-Received tensors come from a share of the device's memory of their own, so that no copy has to wait: memory that
-computation has just freed may still be in use by queued work. In return, such memory must be kept, once freed, until
-the computation that uses it has ended.
+Received tensors have a share of the device's memory of their own, because a copy would otherwise have to wait: memory
+that computation has just freed may still be in use by queued work. In return, a received tensor must be kept until the
+computation that uses it has ended.
 """
 
 from __future__ import annotations

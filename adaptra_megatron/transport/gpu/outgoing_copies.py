@@ -10,8 +10,8 @@ No slot is claimed before the tensor is computed: slots are published in the ord
 the ring, above all acknowledgements, must not wait for computation.
 
 A tensor is held until the peer has acknowledged it, as it may have to be sent again through another ring. By then the
-device has read it, so its memory needs no record_stream. That would keep the memory until all later work on the copy
-stream is complete, the next messages included.
+device has read it, so record_stream is not needed for its memory. record_stream would keep the memory until all later
+work on the copy stream is complete, including the next messages.
 """
 
 from __future__ import annotations

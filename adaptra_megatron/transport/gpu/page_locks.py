@@ -25,8 +25,8 @@ _POLL_S = 0.001
 class PageLocks:
     """Page-locked memory of one link, by address.
 
-    Memory must stay mapped until it is unlocked: the kernel could reuse its addresses, and the device would consider
-    them locked. So an inbox with unlimited `pooled_nbytes` keeps its memory, as much as was ever used at once.
+    Memory must stay mapped until it is unlocked: otherwise the kernel could reuse its addresses, which the device would
+    still consider locked. So an inbox with unlimited `pooled_nbytes` keeps all memory that was ever used at once.
     """
 
     def __init__(self, device: Device, link: str) -> None:
@@ -38,7 +38,7 @@ class PageLocks:
     def lock(self, address: int, nbytes: int) -> bool:
         """Page-lock whole pages from `address` on; return whether they are locked.
 
-        If the system refuses, that is logged once, and later copies are slower.
+        A refusal by the system is logged once and makes later copies slower.
         """
         with self._lock:
             if self._refused or address in self._locked:
@@ -97,8 +97,8 @@ class RingPages:
         """Former rings that are still locked, hence mapped: the device has not finished copies in them."""
 
     def use(self, ring: Ring | None, drain_s: float = DRAIN_S) -> bool:
-        """Change to another ring, or to none. Returns False if copies are in progress after `drain_s`: pages then stay
-        locked.
+        """Change to another ring, or to none. Returns False if copies are still in progress after `drain_s`; pages then
+        stay locked.
         """
         if ring is not None:
             self._locks.lock(ring.slots_address, ring.slots_nbytes)

@@ -128,7 +128,7 @@ class HostLinkReader:
         return partial(self._end_if_over, session, self._read(session, time.monotonic() + _IDLE_S))
 
     def _end_if_over(self, session: Session, settle: Callable[[], bool]) -> None:
-        """Record the end of the session once all of it has been read."""
+        """Record the end of the session once all of its data have been read."""
         if not settle():
             session.give_up(None)
             self._state.read_out = True

@@ -26,9 +26,10 @@ class LinkHealth:
     def __init__(
         self, ends: LinkEnds, grace_s: float, now_s: float, *, one_network: bool = True, opens_s: float = 0.0
     ) -> None:
-        """`grace_s`: how long the link may be down, while the peer runs, before waits fail; `opens_s`: additional
-        time for its first session. `one_network`: whether the host path uses the network of the control connection,
-        and fails with it."""
+        """`grace_s`: how long the link may be down, while the peer runs, before waits fail; `opens_s`: additional time
+        for its first session. `one_network`: whether host path and control connection use the same network, so that
+        they fail together.
+        """
         self.over = False
         """True once a rank has failed or the link was aborted: no path delivers anything any more."""
         self._ends, self._grace_s = ends, grace_s
@@ -207,8 +208,8 @@ class HostLinkState:
     def on_fin(self) -> None:
         """Mark the peer as closed once its FIN has arrived and the session is drained.
 
-        A FIN can overtake data when a session uses several connections; and of two reading threads, one may hold it
-        while the other finds the end.
+        A FIN can overtake data when a session uses several connections. With two reading threads, one may hold the FIN
+        while the other sees the end of the session.
         """
         if self.fin_received and self.read_out:
             self.health.close_peer(time.monotonic())

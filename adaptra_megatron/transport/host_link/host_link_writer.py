@@ -65,7 +65,7 @@ class HostLinkWriter:
     def enqueue(
         self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
     ) -> None:
-        """Post a message, or (`key` None) a note or probe."""
+        """Post a message; with `key` None, a note or probe."""
         message = self._retransmit_queue.post(key, payload, number, now_s, probe=probe)
         if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
             self.thread.wake()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run code that releases the lock of one end of a link for a while: its threads, and callers that do a thread's work.
 
-A link takes its lock for every caller, and calls its parts with it, unless a docstring says otherwise. Only this module
+A link holds its lock while it serves a caller or calls its parts, unless a docstring says otherwise. Only this module
 runs slow operations without the lock.
 """
 

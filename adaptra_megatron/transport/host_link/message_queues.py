@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue the messages to one neighbour until it has acknowledged them, and those from it until they are used."""
+"""Queue the messages to one neighbour until it has acknowledged them, and messages from it until they are used."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class RetransmitQueue:
 
     @property
     def probing(self) -> bool:
-        """Return whether a probe is in flight, even a discarded one: the receiver has memory for one."""
+        """Return whether a probe is in flight, even a discarded one, as the receiver has memory for only one."""
         return any(message.probe for message in self._unacknowledged.values())
 
     def oldest(self) -> Outgoing | None:

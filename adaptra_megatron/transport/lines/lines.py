@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control connections: one per link, between its two training processes, apart from both paths and the delegates.
+"""Control connections: one per link, between its two training processes, independent of both paths and the delegates.
 
 1. They carry control messages that the host path has not acknowledged in time, and failures of ranks, whatever happens
-   to paths, delegates and the job's store. No training data.
-2. They detect the state of the peer. A process that ended closes its connections, and nothing listens in its place: it
-   has failed. A process that sends no heartbeat for SILENT_S while its kernel answers is stopped: it is waited for. A
-   host that acknowledges nothing for UNREACHABLE_S is unreachable: the link decides.
+   to paths, delegates and the job's store. They carry no training data.
+2. They detect the state of the peer. A process that has ended closes its connections, and nothing listens in its place:
+   it has failed. A process that sends no heartbeat for SILENT_S while its kernel answers is stopped, and the link waits
+   for it. A host that acknowledges nothing for UNREACHABLE_S is unreachable, and the link decides how long to wait.
 3. Of several failures the first is the cause: it is sent before anything else, and once for each opening of a link.
-4. A process that closes on purpose sends Fin first. An end without it is a failure.
+4. A process that closes on purpose sends Fin first. An end without Fin is a failure.
 5. The lower rank connects. A broken connection is made again, with a back-off, until either end is closed.
-6. Messages are lost with their connection. ControlChannel sends them again; failures wait for the next connection.
+6. Messages are lost with their connection. ControlChannel sends them again; failures are sent again on the next
+   connection.
 
 Wire format: one JSON object per line of text, at most LINE_NBYTES. One thread serves all connections of a rank.
 """
@@ -117,7 +118,7 @@ class LineEnd(Protocol):
     """Callbacks to a link, made by the connections' thread; they must not block."""
 
     def on_connected(self) -> None:
-        """Record that the connection is up, perhaps again: messages sent before may be lost."""
+        """Record that the connection is up. After a reconnection, messages sent before may be lost."""
 
     def on_disconnected(self, cause: str) -> None:
         """Record that the peer's host does not answer."""
@@ -179,8 +180,8 @@ class ControlConnections:
         *,
         propagate_failures: bool = True,
     ) -> None:
-        """`name`: returns the name of a rank in messages. `job`, `secret`: the job's. `listeners`: owned by this object
-        from now on. `propagate_failures`: whether a failed rank ends all links of all ranks, or only its own.
+        """`name`: returns the name of a rank for messages. `job`, `secret`: of the job. `listeners`: owned by this
+        object from now on. `propagate_failures`: whether a failed rank ends all links of all ranks, or only its own.
         """
         self._propagate_failures = propagate_failures
         self._rank, self._name, self._job, self._listeners = rank, name, job, list(listeners)
@@ -372,8 +373,8 @@ class ControlConnections:
         return connection
 
     async def _proven(self, line: _Line, reached: socket.socket | None, patience_s: float) -> socket.socket:
-        """Return an authenticated connection: the lower rank authenticates the one it has made, the higher one waits
-        for it.
+        """Return an authenticated connection. The lower rank authenticates the connection that it has made; the higher
+        one waits for it.
 
         `reached`: the lower rank's connection. Raises HandshakeError, or TimeoutError if the peer makes none.
         """

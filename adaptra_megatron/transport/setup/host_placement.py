@@ -41,8 +41,8 @@ def choose_transport(
 ) -> str:
     """Return the wire between ranks with the host identities `ours` and `theirs`: "shm", "tcp" or "verbs".
 
-    `without_verbs`: why the link cannot use verbs; None: auto chooses it between hosts. RDMA devices of two hosts may
-    be unable to reach each other: link_session then falls back. Raises TransportError if shm is forced between hosts.
+    `without_verbs`: why the link cannot use verbs; None: auto chooses verbs between hosts. If the RDMA devices of two
+    hosts cannot reach each other, link_session falls back to tcp. Raises TransportError if shm is forced between hosts.
     """
     if wanted == "auto":
         if ours == theirs:
@@ -86,8 +86,8 @@ def listen_tcp(host: str, ports: PortRange | None = None) -> tuple[socket.socket
 
 
 def listening_host(interface: str | None, *, one_host: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address to listen on: that of `interface`, loopback if all peers are on this host, else a routable
-    one.
+    """Return the address to listen on: the address of `interface`, loopback if all peers are on this host, else a
+    routable address.
 
     Between hosts and without `interface`, it is the address of the first interface in GLOO_SOCKET_IFNAME (if it has one
     beyond loopback), or of the route to MASTER_ADDR. Raises TransportError if the interface cannot be used, or no route

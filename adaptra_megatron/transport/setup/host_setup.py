@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set up the host path of a rank before it has links: its listeners, and the exchange of addresses with its peers.
 
-The stages of a pipeline exchange them at the start. If that fails for one stage, all of them raise at once, and none
-waits for a stage that will not come. Any other two ranks exchange the same when they open a link.
+The stages of a pipeline exchange addresses at the start. If that fails for one stage, all of them raise at once, and
+none waits for a stage that will not come. Two ranks of different pipelines exchange addresses when they open a link.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HostSetup:
         return {"auto": {"shm"}, "verbs": {"shm", "tcp"}}.get(wanted) or {WIRES[wanted].listener}
 
     def choose(self, peer: int) -> str:
-        """Return the wire of the link to a peer whose offer is known. Raises TransportError if the requested one is
+        """Return the wire of the link to a peer whose offer is known. Raises TransportError if the requested wire is
         impossible.
         """
         wanted, rank, workers = self._settings.transport, self._layout.rank, self._layout.workers
@@ -155,8 +155,8 @@ class HostSetup:
 def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -> HostSetup:
     """Open listeners and exchange offers. All stages of the pipeline call this at the same point, each with its peers.
 
-    Raises TransportError on all of them if any cannot listen or be connected to a peer as `settings` ask; it names
-    those ranks and the causes. The caller owns the listeners.
+    If any stage cannot listen, or cannot be connected to a peer as `settings` require, all stages raise TransportError,
+    which names those ranks and the causes. The caller owns the listeners.
     """
     setup = HostSetup(rendezvous.layout, settings)
     _exchange_offers(setup, rendezvous, "hosts")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find network interfaces of this host by name, with addresses that other hosts can reach.
 
-No torch here: `adaptra doctor` uses this where torch does not import.
+This module does not import torch, because `adaptra doctor` uses it where torch cannot be imported.
 """
 
 from __future__ import annotations

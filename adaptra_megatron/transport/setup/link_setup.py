@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create device-path links between any two ranks, and those of a pipeline at its start in an order without circular
-waits.
+"""Create device-path links between any two ranks; at a pipeline's start, in an order without circular waits.
 
 NCCL connects the two ends of a communicator at its first transfer, which both must reach. So every link is greeted when
-it is created: its source sends a tensor, its target compares it bit by bit. At the start this happens in rounds, in
-each of which a stage has at most one link: links between neighbours in two colours (three around a ring of an odd
-number), first all in one direction, then all in the other. There are four rounds, or six, for any number of stages.
-Later sessions are each created by a thread of its own, which waits for no other link.
+it is created: its source sends a tensor, and its target compares the tensor bit by bit. At the start this happens in
+rounds, in each of which a stage has at most one link: links between neighbours in two colours (three around a ring of
+an odd number), first all in one direction, then all in the other. There are four rounds, or six, for any number of
+stages. Each later session is created by a thread of its own, which waits for no other link.
 """
 
 from __future__ import annotations
@@ -100,9 +99,10 @@ class LinkMaker:
         return links
 
     def make(self, link: Link, session: int, timeout_s: float, opening: int = 1) -> LinkGroup:
-        """Return this end of a session of a link, after the greeting; the first session is that of `connect`.
+        """Return this end of a session of a link, after the greeting. `connect` has made the link's first session.
 
-        Raises RuntimeError, in one line, if the peer does not come within `timeout_s` or the greeting does not arrive.
+        Raises RuntimeError with a one-line message if the peer does not come within `timeout_s` or the greeting does
+        not arrive.
         """
         if (opening, session) == (1, FIRST_SESSION) and link in self._failures:
             raise RuntimeError(self._failures[link])

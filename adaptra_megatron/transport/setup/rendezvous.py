@@ -35,15 +35,15 @@ class Rendezvous:
 
     @cached_property
     def _store(self) -> SealedStore:
-        """Return a new store client: a waiting request blocks all others of its client."""
+        """Return a new store client, since a waiting request blocks all other requests of its client."""
         store = self.control.client(self.place)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return store
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout_s: float) -> Rendezvous:
-        """Return the rendezvous of a process group that is one pipeline and the whole job. All of its ranks
-        call this.
+        """Return the rendezvous of a process group that is both one pipeline and the whole job. All of its ranks call
+        this.
         """
         layout = gather_layout(dist.get_process_group_ranks(group), group=group)
         return cls(ControlStore.of_job(layout.token), layout, timeout_s)
@@ -106,7 +106,7 @@ class Rendezvous:
         self._store.set(f"{what}/{self.stage}", json.dumps(mine).encode())
 
     def agree(self, what: str, failure: Exception | None) -> str | None:
-        """Return why not all stages can continue, in words; None if all can. The same on all stages.
+        """Return why not all stages can continue, in words; None if all can. The result is the same on all stages.
 
         `what` must differ between calls. `failure`: why this stage cannot continue.
         """
@@ -127,7 +127,7 @@ class Rendezvous:
 
 
 def agree_on_host_path(rendezvous: Rendezvous, what: str, failure: Exception | None) -> None:
-    """Raise TransportError on all stages alike if any has a `failure` that rules out the host path.
+    """Raise TransportError, alike on all stages, if any has a `failure` that rules out the host path.
 
     `what`: see `Rendezvous.agree`.
     """

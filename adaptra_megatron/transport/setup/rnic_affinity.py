@@ -19,7 +19,7 @@ _BUS_ID = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
 class RnicError(ValueError):
-    """A requested RDMA device does not exist on this host or is unusable; names those that exist."""
+    """A requested RDMA device does not exist on this host or is unusable; names the existing devices."""
 
 
 class Nearness(enum.IntEnum):
@@ -110,10 +110,10 @@ def pci_cpus(sysfs: Path, pci_bus_id: str) -> str:
 
 
 def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
-    """Return the CPUs for a GPU's copies: those near it, of the ones this process may use.
+    """Return the CPUs for a GPU's copies: CPUs near the GPU that this process may use.
 
-    Empty, to bind nothing: without a GPU, if the kernel does not know them, if all CPUs are near, and if none is, since
-    the user has bound the process elsewhere.
+    Returns none, which means not to bind: without a GPU, if the kernel does not report nearby CPUs, if all usable CPUs
+    are near, or if none is near because the user has bound the process elsewhere.
     """
     may_run_on = os.sched_getaffinity(0)
     near = _parse_cpus(pci_cpus(sysfs, pci_bus_id)) & may_run_on if pci_bus_id is not None else set()
@@ -157,8 +157,8 @@ def nearest_rnics(
 ) -> tuple[str, ...]:
     """Return the RDMA devices with a link that are nearest to a GPU, or else to a NUMA node, in a fixed order.
 
-    Several if equally near; under a common bridge, those with the closest one. All with a link if neither is given
-    or known; empty if none has a link.
+    Returns several if they are equally near; if they share bridges with the GPU, those with the closest one. Returns
+    all devices with a link if neither place is given or known.
     """
     place = pci_place(sysfs, pci_bus_id) if pci_bus_id is not None else None
     place = place or HardwarePlace((), numa_node)
@@ -188,7 +188,7 @@ def choose_rnics(
 
 
 def rank_rnics(named: Sequence[str], pci_bus_id: str | None, sysfs: Path = SYSFS) -> tuple[str, ...]:
-    """Return this process's devices: the named ones, or those nearest to its GPU or, without one, to its CPUs.
+    """Return this process's devices: the named ones, or those nearest to its GPU or, without a GPU, to its CPUs.
 
     `pci_bus_id`: of its GPU. Raises RnicError.
     """

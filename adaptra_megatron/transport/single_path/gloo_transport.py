@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device path for CPU tensors, without a host path: links over gloo, whose waits block the calling thread.
 
-gloo reports completion only to a thread that waits, and an expired wait closes the link for good. So each neighbour has
-one thread that waits for its receives and one that waits for its sends. Arrivals become visible (and timed) the moment
-they happen, sent tensors are freed soon after they have left, and the training thread only waits on events.
+gloo reports completion only to a thread that waits, and a wait that times out closes the link permanently. So each
+neighbour has one thread that waits for its receives and one that waits for its sends. Arrivals become visible (and
+timed) when they happen, sent tensors are freed soon after they have left, and the training thread waits only on events.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path for GPU tensors, without a host path: links over NCCL, for whose streams computation waits.
+"""The device path for GPU tensors, without a host path: links over NCCL, whose streams computation waits for.
 
-A posted receive is on the device, and so is a send, in the order of the training thread's calls (see
-transfers.launch_order for why that order matters). A wait only makes computation wait: the CPU never sees an arrival.
-The time of an arrival is computed afterwards, from events on computation's stream before and after a wait. A timed
-event behind the transfer on the link's own stream would block all streams that share its hardware queue.
+Posted sends and receives wait on the device, in the order of the training thread's calls (see transfers.launch_order
+for why that order matters). A wait only makes computation wait: the CPU never sees an arrival. The time of an arrival
+is computed afterwards, from events on computation's stream before and after a wait. A timed event behind the transfer
+on the link's own stream would block all streams that share its hardware queue.
 
-A link that fails ends the run. Its receives stay pending: if they ended, queued computation would take the contents of
-their buffers for messages, and its results might be saved. So the training thread gets an error at its next call. If it
-makes none because it waits for the device, the process ends.
+A link that fails ends the run. Its receives stay pending: if they ended, queued computation would use the contents of
+their buffers as messages, and its results might be saved. So the training thread gets an error at its next call. If it
+makes no call because it waits for the device, the process is ended.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Receive = tuple[int, torch.Tensor, Any, Mark]
 
 
 class StreamTransport:
-    """Transport over NCCL links, each for one direction, whose receives computation waits for on its stream."""
+    """Transport over NCCL links, each for one direction. Computation waits for their receives on its own stream."""
 
     def __init__(
         self,
@@ -62,10 +62,11 @@ class StreamTransport:
         last_resort: Callable[[], None] | None = None,
         name: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """`links`: connected ones of this rank. `clock`: of the device, to time messages; `take_times` then needs
-        their last use to be done; None: no times. `watch`: of the links; reports failures from now on. `timeout_s`:
-        longest wait for the size of a message. `last_resort`: ends the process if the training thread does not;
-        None: `end_process`. `name`: of a rank, in messages."""
+        """`links`: connected links of this rank. `clock`: of the device, to time messages; `take_times` then requires
+        that computation has finished with them; None: no times. `watch`: of the links; reports failures from now on.
+        `timeout_s`: longest wait for the size of a message. `last_resort`: ends the process if the training thread does
+        not; None: `end_process`. `name`: returns the name of a rank for messages.
+        """
         self._rank, self._links, self._name = rank, links, name
         self._device, self._clock, self._watch, self._timeout_s = device, clock, watch, timeout_s
         self._last_resort = last_resort or end_process

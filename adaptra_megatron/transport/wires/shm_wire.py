@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wire within a host: the two training processes share each other's outbound rings, which delegates only exchange.
+"""Wire within a host: the two training processes share their outbound rings, and the delegates only exchange them.
 
-After that the connection carries nothing. Its end means that the peer's delegate, or its training process, has ended.
+After the exchange the connection carries nothing. Its end means that the peer's delegate, or its training process, has
+ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wire between hosts: several TCP connections between two delegates, each with a native pump per direction.
 
-Frames are sent directly from the outbound ring's memory, and received into that of the inbound ring.
+Frames are sent directly from the memory of the outbound ring, and received directly into the memory of the inbound
+ring.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class TcpWire:
             self._ended(f"the peer's host has acknowledged nothing for {DEAD_S:g} s")
 
     def _look_at_the_others(self) -> None:
-        """End the session if only one connection has ended: the peer did not close it then, and frames are lost."""
+        """End the session if only some connections have ended. A peer that closes ends all of them, so frames were
+        lost.
+        """
         states = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for connection in self._connections]
         living = states.count(_ESTABLISHED)
         if living:

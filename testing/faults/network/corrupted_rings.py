@@ -39,7 +39,7 @@ def corrupt(descriptor: int, word: str, way: int) -> None:
 
 
 def corrupt_one_of(pid: int, number: int, word: str, way: int) -> int | None:
-    """Corrupt one of a process's rings, chosen by `number`, and return it; None if the process uses none now."""
+    """Corrupt one of a process's rings, selected by `number`, and return it; None if the process uses no ring now."""
     rings = sorted(rings_of(pid).items())
     first = number % max(len(rings), 1)
     for ring, path in rings[first:] + rings[:first]:
@@ -72,9 +72,7 @@ def rings_of(pid: int) -> dict[int, Path]:
 
 @contextlib.contextmanager
 def _opened(ring: int, path: Path, flags: int) -> Iterator[int | None]:
-    """Open a ring by its path; None if the process has closed it. Its descriptor's number may have been reused
-    since.
-    """
+    """Open a ring by its path; None if the process has closed the ring, even if its descriptor's number was reused."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
     except OSError:  # nothing has the number now, or a socket, which cannot be opened

@@ -13,7 +13,7 @@ from adaptra_megatron.transport.link_paths import Path
 
 
 class LinkFaultError(ValueError):
-    """A link fault is invalid; the message says what is accepted."""
+    """A link fault is invalid; the message names the valid settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,9 @@ class LinkClock:
         """Number of delayed messages so far."""
 
     def arrival_s(self, now_s: float, nbytes: int, fault: LinkFault | None) -> float:
-        """Return the arrival time of a message sent at `now_s`. Without a fault, it still overtakes none."""
+        """Return the arrival time of a message sent at `now_s`. It overtakes no earlier message, with or without a
+        fault.
+        """
         if fault is None:
             self._last_arrival_s = max(self._last_arrival_s, now_s)
             return self._last_arrival_s

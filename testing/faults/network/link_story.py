@@ -138,8 +138,8 @@ def random_story(
     """Return a scenario of onsets, moves, recoveries and disturbances; the same for the same arguments.
 
     `stages`: at least 2; the links are those between neighbours, in both directions. `action_s`: mean duration of an
-    action, the unit of all times. `pipelines`: first global ranks of pipelines with separate faults; None: all alike.
-    `host_share`: share of faults that affect the host path too, not the device path alone.
+    action, the unit of all times. `pipelines`: first global ranks of pipelines with separate faults; None: all
+    pipelines have the same. `host_share`: share of faults that affect the host path as well as the device path.
     """
     return _Author(random.Random(seed), iterations, stages, micro_batches, action_s, pipelines, host_share).write()
 

@@ -46,7 +46,7 @@ class DelayedWork:
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the message has been received. `timeout`: as torch's; without one, that of the SlowLinks.
+        """Wait until the message has been received. `timeout`: as in torch; None: the timeout of the SlowLinks.
 
         Raises SlowLinkTimeoutError if it was not received in time, and the RuntimeErrors of the real send.
         """

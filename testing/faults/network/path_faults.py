@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make device paths fail: a decorator around `PairGroup` swallows messages of a directed link, or raises.
 
-A fault is armed, and begins with the next message of the link, so that none is without effect. It heals by itself. The
-host path is not affected.
+A fault is armed first, and begins with the next message of the link, so that every fault has an effect. It heals by
+itself. The host path is not affected.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class _SlowEnd:
         self._iteration = iteration
 
     def heal(self) -> None:
-        """End the delay: messages in flight arrive when due, later ones at once but not before those."""
+        """End the delay. Messages in flight arrive when due; later ones are not delayed, but arrive after those."""
         self._healed = True
 
     def _due_s(self, nbytes: int | None) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decorate a host path's outbound ring: everything that is written comes out late, in order and whole.
+"""Decorate a host path's outbound ring: all written data come out late, in order and whole.
 
 The ring carries all messages of the host path to its peer (tensors, notes, acknowledgements), so all of them are
 delayed. A message is copied when it is written, and enters the real ring at its arrival time. This is for messages in
@@ -37,7 +37,7 @@ class _Delayed:
 
 
 class SlowRing:
-    """Producer's side of a Ring. One thread at a time writes, as into a Ring itself; writing never waits.
+    """Producer's side of a Ring. As with Ring itself, one thread at a time writes; writing never waits.
 
     If the ring is closed meanwhile, messages in flight are lost, as on a link that breaks.
     """
@@ -97,7 +97,7 @@ class SlowRing:
         self._queue.put(None)
 
     def _passes(self, due_s: float) -> bool:
-        """Return whether to write at once: if nothing is queued and the message is not delayed, or the ring is
+        """Return whether to write at once: if nothing is queued and the message is not delayed, or if the ring is
         closed.
         """
         with self._lock:

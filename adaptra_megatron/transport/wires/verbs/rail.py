@@ -8,8 +8,8 @@
     fenced ->     <- fenced     in either order, by which end noticed first; then both wait, and it starts again
 
 A rail is given up after an error completion, an event of its port, or a timeout, since completions may never come. Its
-chunks are sent again only when both ends are fenced off, so that no late packet can write into a slot that has been
-reused meanwhile.
+chunks are sent again only when both ends are fenced off. Otherwise a late packet could write into a slot that has been
+reused.
 """
 
 from __future__ import annotations
@@ -292,7 +292,9 @@ class Rail:
             self.give_up(str(cause), now_s)
 
     def _try(self, act: Callable[[], Result]) -> Result | None:
-        """Return the result of `act`; None if it failed, which changes nothing, as the rail is down or about to be."""
+        """Return the result of `act`; None if it failed. Such a failure is ignored, since the rail is down or about to
+        be.
+        """
         try:
             return act()
         except QueuePairError as cause:

@@ -16,7 +16,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class VerbsEndpoint(NamedTuple):
-    """One end of a queue pair, for the other to connect to."""
+    """One end of a queue pair: the data that the other end needs to connect."""
 
     gid: str
     lid: Natural

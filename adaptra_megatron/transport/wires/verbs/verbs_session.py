@@ -136,7 +136,7 @@ class Stripes:
     def settle(self, rail: int, below: int, beyond: Sequence[int]) -> list[tuple[int, int]]:
         """Requeue the chunks of a fenced rail that the receiver does not have.
 
-        Returns number and size of those that it has.
+        Returns number and size of the chunks that it has.
         """
         lane, here = self._lanes[rail], set(beyond)
         arrived = []
@@ -208,14 +208,12 @@ class VerbsSession:
 
     @property
     def hopeless(self) -> bool:
-        """Return whether every rail was tried and none ever came up."""
+        """Return whether every rail was tried and none has ever come up."""
         return not self._ever_up and all(rail.failures for rail in self._rails)
 
     @property
     def wants_slots(self) -> bool:
-        """Return whether the peer may soon run out of slots, so that more should be claimed as soon as there
-        are any.
-        """
+        """Return whether the peer may soon run out of slots, so that available slots should be claimed soon."""
         return self._claimed - self._received.below <= self._slots // 2
 
     @property
