@@ -20,6 +20,7 @@ from adaptra_megatron.common.membership import Departure, Membership, Readiness
 from adaptra_megatron.elastic import generation as generations
 from adaptra_megatron.elastic.failure_errors import UnrecoverableError
 from adaptra_megatron.elastic.protocol import (
+    COMMIT,
     Arrive,
     Arrived,
     Attempt,
@@ -44,8 +45,10 @@ _INTERRUPTED = "is interrupted"
 """Label of the step in which a rank sees that another has failed."""
 _NOT_YET_IN = (Phase.RECEIVING, Phase.COMING, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT)
 """Of a process that rejoins: it does not train in its generation yet."""
-_NOT_ALONE = (Phase.BETWEEN, Phase.ATTEMPTING, Phase.COUNTING)
-"""In which the order of its step and those of others is of importance, or it may have other choices later."""
+_IN_ADMISSION = (
+    *(Phase.ADMITTING, Phase.CALLING_IN, Phase.HANDING_OVER, Phase.RECEIVING, Phase.COMING, Phase.COUNTING),
+    *(Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT),
+)
 _GIVES = (Phase.HANDING_OVER, Phase.COMING, Phase.COUNTING, Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
 """In which a rank has begun to hand its state over; what it has begun may go on later."""
 
@@ -172,24 +175,31 @@ class Model:
         yield from self._faults(world)
 
     def _alone(self, world: World) -> list[tuple[str, World]] | None:
-        """Return the steps of one process that need no others' beside them, if there is one (a persistent set).
+        """Return the steps of one process that stand for those of all others, if there is one (a persistent set:
+        Godefroid, LNCS 1032, 1996).
 
-        They are that where nothing can change the membership any more, the process has all its choices now, and none
-        of them changes what others look at or an invariant speaks of.
+        Nothing can change the membership any more. The process has all the choices that it will ever have here, and no
+        step of others changes what comes of them.
         """
-        if world.failures < self.scope.failures or world.admissions < self.scope.admissions:
+        if world.failures < self.scope.failures or world.admissions < self.scope.admissions or _admits(world):
             return None
-        for process in world.processes:
-            if process.arrival or (process.state is not None and process.state.phase in _NOT_YET_IN):
-                return None
-        for rank, process in enumerate(world.processes):
-            state = process.state
-            if state is None or state.phase in _NOT_ALONE or isinstance(state.request, PutOnce):
-                continue
-            steps = list(self._of_process(world, rank, process))
-            if steps and all(_says_as_before(state, after.processes[rank].state) for _, after in steps):
-                return [(f"{rank} {label}", after) for label, after in steps]
+        for rank in range(len(world.processes)):
+            if steps := [(f"{rank} {label}", after) for label, after in self._by_itself(world, rank)]:
+                return steps
         return None
+
+    def _by_itself(self, world: World, rank: int) -> Steps:
+        """Steps of a process that has all its choices, each with those that follow while it has."""
+        process = world.processes[rank]
+        if process.state is None or not _has_all_choices(world, process.state):
+            return
+        for label, after in self._of_process(world, rank, process):
+            further = False
+            for next_label, further_world in self._by_itself(after, rank):
+                further = True
+                yield f"{label}, {next_label}", further_world
+            if not further:
+                yield label, after
 
     def _moves(self, world: World, rank: int) -> Steps:
         """Steps of a rank, each with the looks that come right before it.
@@ -256,6 +266,10 @@ class Model:
                 wrote = world._replace(store={**world.store, (generation, key): value})
                 yield f"puts {key}", self._answered(wrote, rank, process, Done())
             case PutOnce(generation, key, word):
+                if word.startswith(COMMIT) and not all(
+                    (state.attempt, each) in world.came for each in state.generation.live
+                ):
+                    raise ViolationError(f"{rank} commits {state.attempt}, to whose end not all have come")
                 there = world.store.get((generation, key), word)
                 wrote = world._replace(store={**world.store, (generation, key): there})
                 yield f"puts {key} once: {there}", self._answered(wrote, rank, process, Found(there))
@@ -435,9 +449,32 @@ def _may_be_met(generation: generations.GenerationId | None, oldest: generations
     return generation is None or generation > oldest or generation in meets
 
 
-def _says_as_before(before: Rank, after: Rank | None) -> bool:
-    """Return whether invariants that speak of several ranks see the same of a rank."""
-    return after is not None and (before.call, before.generation) == (after.call, after.generation)
+def _admits(world: World) -> bool:
+    """Return whether an admission is under way, or can begin before all ranks have come to the end of an attempt."""
+    states = [each.state for each in world.processes if each.state is not None]
+    if any(each.due is not None or each.phase in _IN_ADMISSION for each in states):
+        return True
+    return any(
+        key.startswith("ticket/") or str(value).startswith(f"{COMMIT} ") for (_, key), value in world.store.items()
+    )
+
+
+def _has_all_choices(world: World, state: Rank) -> bool:
+    """Return whether no step of others gives a rank another choice, where the membership stays, or changes its step."""
+    if state.phase is Phase.BETWEEN:  # after its last call
+        return True
+    match state.request:
+        case Put() | AwaitChange():
+            return True
+        case Await(generation, key):
+            return (generation, key) in world.store
+        case AwaitAll(generation, keys):
+            return all((generation, key) in world.store for key in keys)
+        case Attempt(name):  # whose end not all can come to: so it is not the last
+            missing = [each for each in state.generation.live if (name, each) not in world.came]
+            others = [world.processes[each].state for each in missing]
+            return any(each is None or each.generation.id > state.generation.id for each in others)
+    return False
 
 
 def _only_looks(before: Rank, after: Rank | None, label: str) -> bool:
