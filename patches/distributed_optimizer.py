@@ -23,12 +23,12 @@ def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable
 
 
 def _refusing_layer_wise(stock: Callable[..., Any], _: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.megatron.refusals import refuse_layer_wise
+    from adaptra_megatron.megatron.refusals import layer_wise_error
 
     @functools.wraps(stock)
     def __init__(optimizer: Any, *given: Any, **keywords: Any) -> None:  # noqa: N807
         if hasattr(optimizer, "shard_params"):  # LayerWiseDistributedOptimizer (from 0.16 on), whatever it is called
-            refuse_layer_wise()
+            raise layer_wise_error()
         stock(optimizer, *given, **keywords)
 
     return __init__

@@ -11,7 +11,7 @@ from pathlib import Path
 from markdown_table import markdown_table
 
 from adaptra_megatron.elastic.launch.launch_arguments import launch_parser
-from adaptra_megatron.megatron.refusals import RECOVERY, REFUSALS, SEEN_IN_ARGUMENTS, STAGGERING, SYNC_MODES
+from adaptra_megatron.megatron.refusals import RECOVERY, REFUSALS, REROUTING, SEEN_IN_ARGUMENTS, STAGGERING, SYNC_MODES
 from adaptra_megatron.tools.cli.main import command_parser
 
 TABLES = Path(__file__).resolve().parent / "reference"
@@ -108,9 +108,9 @@ def refusals_page() -> str:
         (one.feature, "runs stock's schedule function" if one.by_order else "refused", one.reason)
         for one in (*REFUSALS, *SEEN_IN_ARGUMENTS)
     ]
-    recovery, staggering, sync_modes = (
+    rerouting, recovery, staggering, sync_modes = (
         markdown_table(("feature", "why, and what to do"), [(one.feature, one.reason) for one in table])
-        for table in (RECOVERY, STAGGERING, SYNC_MODES)
+        for table in (REROUTING, RECOVERY, STAGGERING, SYNC_MODES)
     )
     return f"""# Refused features
 
@@ -121,6 +121,10 @@ is not here, and was tried: [versions.md](versions.md#features).
 ## With `--adaptra`
 
 {markdown_table(("feature", "with policy `observe`", "why"), always)}
+
+## With any `--adaptra-reroute`
+
+{rerouting}
 
 ## With `--adaptra-reroute failures` or `all`
 

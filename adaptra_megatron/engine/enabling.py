@@ -135,15 +135,12 @@ class Enabling:
             UnsupportedFeatureError,
             pipeline_stages,
             refuse_arguments,
-            refuse_for_staggering,
         )
         from adaptra_megatron.patches import PatchError, enable
 
         try:
             validate_files(config, pipeline_stages(arguments))
             refuse_arguments(arguments)
-            if config.staggered_optimizer:
-                refuse_for_staggering(arguments)
             enable(config)
         except (ConfigError, PatchError, UnsupportedFeatureError) as error:
             refuse(parser.prog, str(error))

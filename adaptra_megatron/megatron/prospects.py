@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.megatron.gradients.split_rules import SplitRule, expected_layers, rule_for
 from adaptra_megatron.megatron.refusals import (
-    UnsupportedFeatureError,
+    errors_of_flags,
     kept_in_order,
     pipeline_stages,
-    refuse_arguments,
-    refuse_for_staggering,
     refused_of,
     remedy_of,
 )
@@ -98,13 +96,7 @@ def _refused(settings: Any) -> list[Feature]:
     found = [Feature(each.feature, REFUSED, each.reason, remedy_of(each)) for each in refused_of(settings)]
     if found:
         return found
-    try:
-        refuse_arguments(settings)
-        if getattr(settings, "adaptra_staggered_optimizer", False):
-            refuse_for_staggering(settings)
-    except UnsupportedFeatureError as error:
-        found.append(Feature(error.what, REFUSED, error.why, "see the reason"))
-    return found
+    return [Feature(error.what, REFUSED, error.why, "see the reason") for error in errors_of_flags(settings)]
 
 
 def _whole(whole: dict[str, SplitRule]) -> list[Feature]:

@@ -6,7 +6,7 @@ The tables need neither torch nor Megatron: `adaptra check` reads them, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -203,12 +203,7 @@ def refuse_for_staggering(settings: Any) -> None:
 
     `settings`: Megatron's parsed arguments, or one of its configs.
     """
-    for refusal in STAGGERING:
-        if refusal.is_on(settings):
-            raise UnsupportedFeatureError(
-                f"--adaptra-staggered-optimizer does not run with {refusal.feature}",
-                f"{refusal.reason}. Or drop --adaptra-staggered-optimizer",
-            )
+    _raise_first(_met("--adaptra-staggered-optimizer", STAGGERING, settings))
 
 
 _APART = "all replicas meet for it in each iteration, and none would go on without the others"
@@ -278,13 +273,32 @@ def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
 
     `settings`: Megatron's parsed arguments, or its configs.
     """
-    for refusal in SYNC_MODES:
-        if any(refusal.is_on(each) for each in settings):
-            raise UnsupportedFeatureError(
-                f"--adaptra-sync-mode {mode} does not run with {refusal.feature}",
-                f"{refusal.reason}. Or drop --adaptra-sync-mode",
-            )
+    _raise_first(_met(f"--adaptra-sync-mode {mode}", SYNC_MODES, *settings))
 
+
+def _experts_span_replicas(settings: Any) -> bool:
+    """Return whether a layer's experts are on ranks of several data-parallel replicas (`settings`: before defaults are
+    filled in)."""
+
+    def size(name: str, default: int = 1) -> int:
+        return getattr(settings, f"{name}_parallel_size", None) or default
+
+    experts = size("expert_model") * size("expert_tensor", size("tensor_model"))
+    return bool(_has_experts(settings)) and experts > size("tensor_model") * size("context")
+
+
+_has_experts = _either("num_experts", "num_moe_experts")
+REROUTING = (
+    Refusal(
+        "experts that span data-parallel replicas",
+        _experts_span_replicas,
+        "such replicas compute as one, so none of them can take another's micro-batch; they do not span any where "
+        "--expert-model-parallel-size x --expert-tensor-parallel-size is at most --tensor-model-parallel-size x "
+        "--context-parallel-size",
+    ),
+)
+"""Features that --adaptra-reroute does not support. The groups that ranks have made decide on this one again before the
+first iteration."""
 
 _LACKING = "the copies of shards of the optimizer's state would lack it"
 
@@ -354,15 +368,37 @@ def refuse_for_recovery(reroute: str, *settings: Any) -> None:
 
     `settings`: Megatron's parsed arguments, or its configs. `reroute`: the value of --adaptra-reroute.
     """
-    for refusal in RECOVERY:
+    _raise_first(_met(f"--adaptra-reroute {reroute}", RECOVERY, *settings))
+
+
+def _met(flag: str, table: Sequence[Refusal], *settings: Any) -> Iterator[UnsupportedFeatureError]:
+    remedy = "Drop one of the two" if table in (REROUTING, RECOVERY) else f"Or drop {flag.partition(' ')[0]}"
+    for refusal in table:
         if any(refusal.is_on(each) for each in settings):
-            raise _not_recovered(reroute, refusal)
+            yield UnsupportedFeatureError(f"{flag} does not run with {refusal.feature}", f"{refusal.reason}. {remedy}")
 
 
-def _not_recovered(reroute: str, refusal: Refusal) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(
-        f"--adaptra-reroute {reroute} does not run with {refusal.feature}", f"{refusal.reason}. {remedy_of(refusal)}"
-    )
+def _raise_first(errors: Iterator[UnsupportedFeatureError]) -> None:
+    for error in errors:
+        raise error
+
+
+def errors_of_flags(arguments: Any) -> Iterator[UnsupportedFeatureError]:
+    """Yield an error for each feature in Megatron's parsed arguments that a flag of --adaptra does not run with."""
+    mode = getattr(arguments, "adaptra_gradient_sync", "stock")
+    instances = getattr(arguments, "num_distributed_optimizer_instances", None) or 1
+    if mode != "stock" and getattr(arguments, "use_distributed_optimizer", False) and instances == 1:
+        yield sharded_gradients_error(mode)
+    sync_mode = getattr(arguments, "adaptra_sync_mode", "ssgd")
+    if sync_mode != "ssgd":
+        yield from _met(f"--adaptra-sync-mode {sync_mode}", SYNC_MODES, arguments)
+    reroute = getattr(arguments, "adaptra_reroute", "off")
+    if reroute != "off":
+        yield from _met(f"--adaptra-reroute {reroute}", REROUTING, arguments)
+    if reroute in ("failures", "all"):
+        yield from _met(f"--adaptra-reroute {reroute}", RECOVERY, arguments)
+    if getattr(arguments, "adaptra_staggered_optimizer", False):
+        yield from _met("--adaptra-staggered-optimizer", STAGGERING, arguments)
 
 
 def refuse_to_split(mode: str, replicas: int) -> NoReturn:
@@ -407,16 +443,7 @@ def refuse_arguments(arguments: Any) -> None:
 
     `refuse_unsupported` checks the resulting configs again in the first iteration.
     """
-    mode = getattr(arguments, "adaptra_gradient_sync", "stock")
-    instances = getattr(arguments, "num_distributed_optimizer_instances", None) or 1
-    if mode != "stock" and getattr(arguments, "use_distributed_optimizer", False) and instances == 1:
-        refuse_sharded_gradients(mode)
-    sync_mode = getattr(arguments, "adaptra_sync_mode", "ssgd")
-    if sync_mode != "ssgd":
-        refuse_for_sync_mode(sync_mode, arguments)
-    reroute = getattr(arguments, "adaptra_reroute", "off")
-    if reroute in ("failures", "all"):
-        refuse_for_recovery(reroute, arguments)
+    _raise_first(errors_of_flags(arguments))
     for refusal in refused_of(arguments):
         raise _refused(refusal)
 
@@ -433,14 +460,17 @@ def refused_of(arguments: Any) -> list[Refusal]:
     ]
 
 
-def refuse_layer_wise() -> NoReturn:
-    """Raise UnsupportedFeatureError for --adaptra-reroute failures with an optimizer that is sharded by layers."""
-    raise _not_recovered("failures", _LAYER_WISE)
+def layer_wise_error() -> UnsupportedFeatureError:
+    """Return the error for --adaptra-reroute failures with an optimizer that is sharded by layers."""
+    return UnsupportedFeatureError(
+        f"--adaptra-reroute failures does not run with {_LAYER_WISE.feature}",
+        f"{_LAYER_WISE.reason}. Drop one of the two",
+    )
 
 
-def refuse_sharded_gradients(mode: str) -> NoReturn:
-    """Raise UnsupportedFeatureError for --adaptra-gradient-sync with a single distributed optimizer."""
-    raise UnsupportedFeatureError(
+def sharded_gradients_error(mode: str) -> UnsupportedFeatureError:
+    """Return the error for --adaptra-gradient-sync with a single distributed optimizer."""
+    return UnsupportedFeatureError(
         f"--adaptra-gradient-sync {mode} does not run with the distributed optimizer (--use-distributed-optimizer)",
         "it reduces and scatters gradients and gathers parameters, so that the straggler must send and receive as much "
         "as ever, and there is nothing to gain. Drop one of the two; with several instances of it "

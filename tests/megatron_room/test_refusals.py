@@ -22,6 +22,7 @@ from adaptra_megatron.engine.runtime import AdaptraRuntime
 from adaptra_megatron.megatron import megatron_call
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
+from adaptra_megatron.megatron.prospects import prospects_of
 from adaptra_megatron.megatron.refusals import (
     RECOVERY,
     REFUSALS,
@@ -386,6 +387,40 @@ def test_what_cannot_be_recovered_is_refused_where_failures_are(name: str) -> No
     refuse_arguments(SimpleNamespace(**settings, adaptra_reroute="stragglers", pipeline_model_parallel_size=1))
 
 
+SPANNING = (
+    {"expert_model_parallel_size": 8},
+    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1},
+    {"context_parallel_size": 2, "expert_model_parallel_size": 4},
+)
+WITHIN = (
+    {},
+    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+    {"context_parallel_size": 4, "expert_model_parallel_size": 4},
+    {"num_experts": None, "expert_model_parallel_size": 8},
+)
+
+
+@pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
+def test_experts_that_span_replicas_are_not_rerouted(reroute: str) -> None:
+    common = {"num_experts": 8, "adaptra_reroute": reroute, "pipeline_model_parallel_size": 2}
+    for each in SPANNING:
+        with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*experts that span"):
+            refuse_arguments(SimpleNamespace(**common | each))
+        refuse_arguments(SimpleNamespace(**common | each | {"adaptra_reroute": "off"}))
+    for each in WITHIN:
+        refuse_arguments(SimpleNamespace(**common | each))
+
+
+def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:
+    settings = SimpleNamespace(**SPANNING[0], num_experts=8, async_save=True, adaptra_reroute="failures")
+    features = prospects_of(settings).features
+    assert [each.name.rpartition(" with ")[2] for each in features if each.effect == "refused"] == [
+        "experts that span data-parallel replicas",
+        "--async-save",
+    ]
+
+
 def test_every_refusal_of_recovery_is_tried() -> None:
     for each in RECOVERY:
         assert any(each.is_on(SimpleNamespace(**settings)) for settings, _ in LOST.values()), each.feature
@@ -421,7 +456,7 @@ def test_what_keeps_replicas_together_is_refused(name: str) -> None:
     settings = SimpleNamespace(**{name: value}, adaptra_sync_mode="auto", pipeline_model_parallel_size=1)
     with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-sync-mode auto does not run with .*{flag}"):
         refuse_arguments(settings)
-    with pytest.raises(UnsupportedFeatureError, match="Or drop --adaptra-sync-mode"):
+    with pytest.raises(UnsupportedFeatureError, match="Or drop --adaptra-sync-mode$"):
         refuse_for_sync_mode("auto", SimpleNamespace(), settings)
     settings.adaptra_sync_mode = "ssgd"
     refuse_arguments(settings)

@@ -22,7 +22,7 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS
 from adaptra_megatron.gradsync.background_reductions import Background
 from adaptra_megatron.gradsync.peer_messages import Peers
 from adaptra_megatron.gradsync.replica_sums import ReplicaSums
-from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_sharded_gradients
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, sharded_gradients_error
 
 
 class _Token(NamedTuple):
@@ -77,7 +77,7 @@ class GradientReduction:
         settings = bucket_group.ddp_config
         sharded = settings.use_distributed_optimizer
         if sharded and not _has_instances(bucket_group):
-            refuse_sharded_gradients(self._mode)
+            raise sharded_gradients_error(self._mode)
         replicas = _summed_over(bucket_group)
         if replicas.size() == 1:
             stock(bucket_group, *given, **keywords)
