@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's store, as one generation uses it for control: its keys are its own, and sealed with the job's secret."""
+"""The job's store, as one generation uses it for control: with keys of its own, and values sealed with the job's
+secret.
+"""
 
 from __future__ import annotations
 
@@ -147,8 +149,9 @@ class ControlStore:
 
     @classmethod
     def of_job(cls, token: str) -> ControlStore:
-        """Return the store that torch.distributed was initialised with, in the first generation. Raises as
-        `job_secret`.
+        """Return the store that torch.distributed was initialised with, in the first generation.
+
+        Raises the errors of `job_secret`.
         """
         store: Any = _get_default_store()
         return cls(store, job_secret(store), token)

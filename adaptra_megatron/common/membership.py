@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Membership of a job that `adaptra launch` runs: one record per epoch, which live ranks read.
 
-Keys in the job's store stand below `adaptra/launch/<run id>/` and are sealed with the job's secret. The launcher's
-coordinator writes them, unless stated otherwise:
+Keys in the job's store begin with `adaptra/launch/<run id>/`, and values are sealed with the job's secret. The
+launcher's coordinator writes them, unless stated otherwise:
 
     membership/<epoch>    the `Membership` of that epoch, written once and never changed; the latest 256 are kept, and
                           epoch 0 is there before any rank starts
@@ -170,7 +170,7 @@ class MembershipRecords:
         self._store.set(_ADMITTED, packed(admitted))
 
     def admitted(self) -> Mapping[int, int]:
-        """Return the mapping that `say_admitted` wrote last. Raises as `newest`."""
+        """Return the mapping that `say_admitted` wrote last. Raises the errors of `newest`."""
         found = self._store.peek(_ADMITTED)
         return {} if found is None else unpacked(found, Mapping[int, int], _MOST_NBYTES)
 
@@ -179,7 +179,7 @@ class MembershipRecords:
         self._store.set(_STALLED, packed(stalled))
 
     def stalled(self) -> Stalled | None:
-        """Return the latest report of stalled ranks. Raises as `newest`."""
+        """Return the latest report of stalled ranks. Raises the errors of `newest`."""
         found = self._store.peek(_STALLED)
         return None if found is None else unpacked(found, Stalled, _MOST_NBYTES)
 
@@ -199,7 +199,7 @@ class MembershipRecords:
         self._store.set(f"{_READY}/{rank}", packed(ready))
 
     def readiness(self, rank: int) -> Readiness | None:
-        """Return the latest notice of a process that replaces `rank`. Raises as `newest`."""
+        """Return the latest notice of a process that replaces `rank`. Raises the errors of `newest`."""
         found = self._store.peek(f"{_READY}/{rank}")
         return None if found is None else unpacked(found, Readiness, _MOST_NBYTES)
 
@@ -227,7 +227,7 @@ class MembershipRecords:
         return newest if newest is not None and newest.epoch > epoch else self.of_epoch(epoch + 1)
 
     def of_epoch(self, epoch: int) -> Membership:
-        """Return the record of one of the latest epochs. Raises as `newest`."""
+        """Return the record of one of the latest epochs. Raises the errors of `newest`."""
         found: Membership = unpacked(self._store.get(f"membership/{epoch}"), Membership, _MOST_NBYTES)
         return found
 
@@ -235,7 +235,7 @@ class MembershipRecords:
 def launch_store(store: Any, run_id: str) -> SealedStore:
     """Return a client for the launcher's part of the job's store. `store`: torch.distributed's, without a prefix.
 
-    Raises as `job_secret`.
+    Raises the errors of `job_secret`.
     """
     place = f"adaptra/launch/{run_id}"
     return SealedStore(PrefixStore(place, store), job_secret(store), place)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publish that a rank ends the job, by an error of its own or at the end of training, and abort other ranks' waits.
 
-Launchers, exit statuses and error files should name the rank that failed first. So it logs its traceback before any
-other rank learns of the error, and the others wait for its process to end. A rank whose process serves the job's store
-ends last: the others use the store until they end, and torch would log in each that the store is unreachable.
+Launchers, exit statuses and error files should name the rank that failed first. So that rank logs its traceback before
+any other rank learns of the error, and the others wait for its process to end. A rank whose process serves the job's
+store ends last: the others use the store until they end, and torch would log in each that the store is unreachable.
 """
 
 from __future__ import annotations

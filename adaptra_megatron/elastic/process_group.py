@@ -480,8 +480,8 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
-        """Reduce one tensor and scatter it. With shards, the part of which this rank holds a copy is reduced too, in
-        `given`.
+        """Reduce one tensor and scatter it. With shards, also reduces the part in `given` of which this rank holds a
+        copy.
         """
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 

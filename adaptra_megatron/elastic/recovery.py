@@ -389,7 +389,9 @@ class RecoveryManager:
     # What follows from answers.
 
     def _after(self, before: Rank, answer: Answer) -> Rank:
-        """Return the state of the protocol after an answer. Raises as `after_failures` and `_refuse_lost_shards`.
+        """Return the state of the protocol after an answer.
+
+        Raises the errors of `after_failures` and `_refuse_lost_shards`.
 
         Publishes an error that no rank can recover from, for ranks that do not see it themselves and for restarted
         ones.

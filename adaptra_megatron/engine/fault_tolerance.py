@@ -161,7 +161,7 @@ class Recovery(IterationHooks):
             self.manager.enable_rejoin(functools.partial(hand_over, feature.training, pipeline), feature.settings)
 
     def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
-        """See IterationHooks. Raises as `RecoveryManager.carry_out`."""
+        """See IterationHooks. Raises the errors of `RecoveryManager.carry_out`."""
         run = functools.partial(self._attempt, attempt, call)
         attempted = self.manager.carry_out(run, trains=not call.forward_only)
         self._digested, self._digest, self._conserved = self.manager.generation.id, None, None
@@ -233,7 +233,7 @@ class Recovery(IterationHooks):
         yield
 
     def finish(self, finish: Callable[[], None], call: PipelineCall, tokens: torch.Tensor) -> None:
-        """See IterationHooks. Raises as `Conservation.verify`."""
+        """See IterationHooks. Raises the errors of `Conservation.verify`."""
         # Summing them over the replicas is done in place.
         contributed = tokens.clone() if call.config.calculate_per_token_loss else None
         finish()

@@ -42,7 +42,7 @@ class GuardedOrder(IterationHooks):
 
 
 class Decorated(IterationHooks):
-    """Wraps computation in a given function of it and the stage, for emulation and instrumentation."""
+    """Wraps computation by a given function of the computation and the stage, for emulation and instrumentation."""
 
     def __init__(self, pipeline: Pipeline, decorate: Decorate) -> None:
         super().__init__(pipeline)

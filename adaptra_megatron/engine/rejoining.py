@@ -361,7 +361,7 @@ class _Lateness:
     def check(self, rank: int, waited_s: float, expected_s: float, nbytes: int) -> None:
         """Raise HandOverLateError if a pending message of `nbytes` to or from `rank` exceeds the limit.
 
-        `waited_s`: how long it has been waited for. `expected_s`: minimum that it may take in any case.
+        `waited_s`: time since the wait for it began. `expected_s`: duration that is always allowed.
         """
         if (late_s := self._with(waited_s, expected_s, nbytes)) > self.patience_s:
             raise HandOverLateError(rank, late_s, self.patience_s)

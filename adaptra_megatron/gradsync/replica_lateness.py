@@ -51,8 +51,8 @@ class Lateness:
 
     @property
     def sure_delay_s(self) -> float:
-        """Return the minimum delay of the same last replica over the latest `PERSISTENT` synchronisations; 0 if they
-        differ.
+        """Return the minimum delay of the last replica over the latest `PERSISTENT` synchronisations; 0 if it was not
+        always the same replica.
         """
         if len(self._latest) < PERSISTENT or len({last for last, _ in self._latest}) > 1:
             return 0.0

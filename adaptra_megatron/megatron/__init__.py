@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only room that imports Megatron: calls, gradients, state, refusals."""
+"""The only folder that imports Megatron: calls, gradients, state, refusals."""

@@ -512,7 +512,7 @@ def _begin_late(
 
 
 def _counted(work: Any, board: OperationBoard, held: Held | None) -> Any:
-    """Return torch's handle of an operation that counts as in progress until it ends."""
+    """Return torch's handle of an operation, which counts as in progress until the handle is complete."""
 
     def ended(future: Future[Any]) -> None:
         board.add(UNDER_WAY, -1)

@@ -98,7 +98,7 @@ class Inbox:
         self._post(step.receives_before_send)
 
     def ask_for(self, messages: Collection[OrderedMessage]) -> None:
-        """Post the receives of `messages`, and all earlier ones, before their turn. Only where the CPU sees
+        """Post the receives of `messages`, and all earlier ones, before their turn. Allowed only where the CPU sees
         arrivals.
         """
         for message in messages:

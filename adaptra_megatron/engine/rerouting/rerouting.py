@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route micro-batches between replicas, as one rank follows the routes."""
+"""Route micro-batches between replicas: one rank's part of the routes."""
 
 from __future__ import annotations
 

@@ -263,9 +263,10 @@ def candidates(
 
 
 def choose(times_s: Sequence[float], kinds: Iterable[ModeKind], max_staleness: int, noise: float = 0.0) -> Candidate:
-    """Return the candidate that makes progress fastest. In their order, a later one must gain `LEAST_GAIN`.
+    """Return the candidate that makes progress fastest. A later candidate must be faster than an earlier one by
+    `LEAST_GAIN`.
 
-    Without a straggler it is synchronous training. Raises as `candidates`.
+    Without a straggler, returns synchronous training. Raises the errors of `candidates`.
     """
     best, *others = candidates(times_s, kinds if stragglers(times_s) else (), max_staleness, noise)
     for other in others:

@@ -119,7 +119,7 @@ class ShardCopy:
         """Create the copy; `fill` it from the owner's state (then collective over the group). `stock`: Megatron's
         class.
 
-        Raises ValueError as `holders_of`.
+        Raises the ValueError of `holders_of`.
         """
         self._own = own
         self._group: FaultTolerantGroup = own.data_parallel_group
@@ -215,7 +215,7 @@ class ShardCopy:
 def refuse_gathering(group: FaultTolerantGroup, keywords: Mapping[str, Any], what: str = "") -> None:
     """Raise UnsupportedFeatureError if members have failed and shards would be gathered at one rank.
 
-    They are if `what` is set, or by the format in `keywords` (of Megatron's sharded_state_dict).
+    Shards are gathered if `what` is set, or if the format in `keywords` (of Megatron's sharded_state_dict) requires it.
     """
     metadata = keywords.get("metadata") or {}
     kind = keywords.get("sharding_type") or metadata.get("distrib_optim_sharding_type", "fully_sharded_model_space")

@@ -192,7 +192,7 @@ class LinkParts:
         spelled = key.spelled(self.micro_batches)
         return self.state.health.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
 
-    # What the reader tells and asks.
+    # Called by the reader.
 
     def take(self, event: Event, receipt: Receipt | None) -> None:
         """Handle an event of the inbound ring. Raises ValueError for an invalid one."""
@@ -329,7 +329,7 @@ class DualLink:
                 self._state.state_changed.wait(left_s)
 
     def send_greeting(self, greeting: torch.Tensor) -> None:
-        """Send the greeting, the first message over the host path. Raises as `post_send`."""
+        """Send the greeting, the first message over the host path. Raises the errors of `post_send`."""
         outgoing, now_s = self._outgoing(_GREETING, greeting), time.monotonic()
         with self._lock:
             self._parts.check_usable(_GREETING, now_s, receiving=False)
@@ -491,7 +491,7 @@ class DualLink:
         with self._lock:
             self._parts.end(cause)
 
-    # What the line tells.
+    # Called by the control connection (the "line").
 
     def on_connected(self) -> None:
         """Record that the control connection is up: the peer's host answers."""
@@ -540,7 +540,7 @@ class DualLink:
         with self._lock:
             self._paths.noted(below)
 
-    # What the device path tells, from its threads.
+    # Called by the threads of the device path.
 
     def device_made(self, as_sender: bool, session: int) -> None:
         with self._lock:

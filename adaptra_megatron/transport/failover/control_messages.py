@@ -159,7 +159,9 @@ class QuerySent(TaggedMessage, tag="ask", frozen=True):
 
 
 class SentCount(TaggedMessage, tag="sent", frozen=True):
-    """From the sender, in answer to QuerySent: the first `count` have been sent; the queried message has `nbytes`."""
+    """From the sender, in answer to QuerySent: the session's first `count` messages have been sent; the queried message
+    has `nbytes`.
+    """
 
     session: Natural
     count: Natural

@@ -223,7 +223,7 @@ class HostLinkState:
     def note_end(self, cause: str | None = None) -> None:
         """Record the cause of a session's end (the first one counts), or that all of the session has been read.
 
-        The end is logged after both: an unread FIN would mean that the end is no failure.
+        The end is logged once both are known: a FIN that is still unread would mean that the end is no failure.
         """
         if cause is not None and self._may_end:
             self._ended_by, self._may_end = cause, False

@@ -133,7 +133,7 @@ class LineEnd(Protocol):
         """Abort the link: the peer has aborted it while messages may be in flight."""
 
     def on_note_received(self, number: int, packet: bytes) -> int:
-        """Take in a note; return the number below which all have arrived."""
+        """Process a note; return the number below which all notes have arrived."""
 
     def noted(self, below: int) -> None:
         """Release notes below this number, which the peer has."""

@@ -281,7 +281,7 @@ class VerbsQueuePair:
                 self._received(failure)
             elif failure is not None:
                 return None
-            # One of an earlier use can only tell of what arrived then, which is as true now.
+            # A completion of an earlier use reports data that had arrived by then, which is still true.
             if failure is not None:
                 return Completion(Did.RECEIVE, 0, failure)
             written = entry.opcode == self.verbs.IBV_WC_RECV_RDMA_WITH_IMM
