@@ -53,9 +53,9 @@ class RoutedCosts:
         self._check_cells()
 
     def _check_cells(self) -> None:
-        replicas = self.job.replicas
+        replicas, stages = self.job.replicas, range(self.stages)
         named = {*self.dead, *(cell for ends in self.links for cell in ends)}
-        if unknown := sorted(named - set(self.cells)):
+        if unknown := sorted(each for each in named if each.replica not in range(replicas) or each.stage not in stages):
             raise RoutingError(
                 f"cell {unknown[0]} is none of the {replicas} replicas x {self.stages} stages of the job"
             )
@@ -66,7 +66,7 @@ class RoutedCosts:
             raise RoutingError(
                 f"cell {kept[0]} is dead, and its stage is pinned: its micro-batches cannot go elsewhere"
             )
-        for stage in range(self.stages):
+        for stage in stages:
             if all(Cell(replica, stage) in self.dead for replica in range(replicas)):
                 raise RoutingError(
                     f"all {replicas} cells of stage {stage} take no work: no replica has its weights, "
