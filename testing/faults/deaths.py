@@ -238,5 +238,5 @@ class Arrivals:
                 since_s = time.monotonic()
             elif time.monotonic() > since_s + ARRIVES_S:
                 if found is None or not found.left:
-                    raise EmulationError(f"iteration {iteration}: no rank has died for {ARRIVES_S:g} s")
+                    raise EmulationError(f"iteration {iteration}: no rank has failed for {ARRIVES_S:g} s")
                 return

@@ -81,5 +81,5 @@ def test_an_iteration_in_which_no_rank_dies_is_an_error(
     found: Membership | None, waits: type[Arrivals], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeping(Records(found), monkeypatch)
-    with pytest.raises(EmulationError, match=r"iteration 3: no rank has died for 0\.2 s"):
+    with pytest.raises(EmulationError, match=r"iteration 3: no rank has failed for 0\.2 s"):
         waits([3]).set_iteration(3)
