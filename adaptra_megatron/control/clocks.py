@@ -398,8 +398,9 @@ def now_s() -> float:
 def relate_clocks(
     control: ControlStore, layout: JobLayout, timeout_s: float, settings: ClockSettings | None = None
 ) -> RelatedClock:
-    """Return this rank's clock, related to its pipeline's (the first stage's) and to the job's (the first of all first
-    stages').
+    """Return this rank's clock, with its offsets to the pipeline's clock and to the job's.
+
+    The pipeline's clock is that of its first stage; the job's is that of the first of these.
 
     All ranks of the job call it; each waits only for the ranks that it needs. Links are timed on the pipeline's clock.
     Raises RuntimeError if one of those ranks does not come within the timeout.
@@ -479,7 +480,7 @@ class _Relating:
         return epoch_group(self._control, f"clocks/{answers}-{asks}", ranks, self._layout.rank, self._timeout_s)
 
     def _serve(self) -> tuple[ClockServer | None, Address | None]:
-        """Start this rank's clock server; return Nones, with a warning, if other hosts could not reach it."""
+        """Start this rank's clock server; return None twice, with a warning, if other hosts could not reach it."""
         try:
             host = self._settings.bind or listening_host(self._settings.interface, one_host=False)
             listener, (address, port) = listen_tcp(host, self._settings.port_range)

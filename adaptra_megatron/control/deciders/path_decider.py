@@ -180,7 +180,7 @@ class PathDecider:
         diverted = () if running is None else running.diverted
         self._taken: dict[LinkName, Path] = dict.fromkeys(diverted, policy.preferred.other)
         self._unproven: dict[LinkName, int] = {}
-        """Links that left an unhealthy path, and the iteration since when it was unhealthy. The same cause may have
+        """Links that left an unhealthy path, and the first iteration in which it was unhealthy. The same cause may have
         slowed the other path, too; older measurements of that do not count."""
         self._probes = ProbeSchedule(burst=PathSettings.measuring_probes)
 

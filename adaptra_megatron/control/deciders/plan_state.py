@@ -233,7 +233,7 @@ class PlanState:
         return Decision(self.number, order, told=told)
 
     def forget(self) -> None:
-        """Drop all plans: another set of live ranks starts from the same state everywhere."""
+        """Drop all plans, so that all ranks of a new set of live ranks start from the same state."""
         self._plans.clear()
         self.number = 0
 

@@ -239,7 +239,7 @@ LEAST_GAIN = 0.05
 
 
 class RouteDecider:
-    """Routes micro-batches around slow cells. Comes before the order's decider, whose order counts only if none is
+    """Routes micro-batches around slow cells. Comes before the order's decider, which only decides while nothing is
     routed."""
 
     def __init__(

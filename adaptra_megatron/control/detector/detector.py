@@ -201,7 +201,7 @@ class LinkTracker:
         slow_since: int | None = None,
     ) -> Finding | None:
         """Judge an iteration; return a finding if the state or the level has changed. `clock_correction_s` is
-        subtracted from all transfer times. `slow_since`: first iteration since when the link's other path or direction
+        subtracted from all transfer times. `slow_since`: first iteration in which the link's other path or direction
         is not healthy; None if both are."""
         count = len(sample.messages.sent_s)
         lost = count - int(np.count_nonzero(sample.messages.arrived))

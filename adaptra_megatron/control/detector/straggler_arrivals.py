@@ -89,7 +89,7 @@ class Late(NamedTuple):
     """Number of the latest `of` iterations in which it came last."""
     of: int
     since: int
-    """Iteration since when it is late nearly always."""
+    """Iteration from which on it is nearly always late."""
     share: float
     """Share of an iteration that would be saved if it came with those that are not late."""
     computes_s: float
@@ -121,7 +121,7 @@ class Stragglers:
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)
         """Measurements of each iteration, [stages, replicas, fields of Row]."""
         self._since: dict[int, int] = {}
-        """By late replica: the iteration since when it is late."""
+        """By late replica: the iteration from which on it is late."""
         self._unusual = UNUSUAL
 
     def observe(self, rows: Mapping[Cell, Row]) -> None:

@@ -151,7 +151,7 @@ class StragglerDetection:
     causes: Sequence[str] = ()
     """Kinds, the likeliest first: data, cpu, cpu_stolen, cpu_limit, cpu_queue, network, memory, gpu, compute."""
     since_iteration: int | None = None
-    """Iteration since when it is late nearly always."""
+    """Iteration from which on it is nearly always late."""
 
     def describe(self) -> str:
         """Name the replica and the cell that the others wait for, such as "replica 5 (stage 2, rank 21 on node7)"."""

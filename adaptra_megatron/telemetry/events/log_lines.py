@@ -68,7 +68,7 @@ class RunLog:
         self._said: dict[Hashable, str] = {}
         """State in the latest line."""
         self._changed: dict[Hashable, int] = {}
-        """Iteration since when the state differs from that."""
+        """Iteration from which on the state differs from that."""
         self._ends: dict[Hashable, str] = {}
         """Text for the last line of the run."""
         self._pending: deque[tuple[Event, int | None]] = deque()

@@ -41,7 +41,7 @@ def add_progress_option(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def shown_progress(wanted: bool | None) -> Iterator[Progress | None]:
-    """Yield a function that shows progress; None if none is shown. `wanted`: None: if stderr is a terminal."""
+    """Yield a function that shows progress; None if none is shown. `wanted`: by default, if stderr is a terminal."""
     terminal = sys.stderr.isatty()
     if not (terminal if wanted is None else wanted):
         yield None

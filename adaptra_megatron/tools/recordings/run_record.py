@@ -196,7 +196,7 @@ def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
 
 
 def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
-    """Return all pipelines or, if ranks have failed, those with all ranks live for the longest time."""
+    """Return all pipelines or, if ranks have failed, those whose ranks were all live for the longest time."""
     if not pipelines or not any(isinstance(found.event, RanksLost) for found in events):
         return pipelines
     lasts = [

@@ -244,8 +244,8 @@ def _remedy(links: Sequence[LinkDetection], hosts: Sequence[str], wanted: Memory
 
 
 def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[int | None, int | None]:
-    """Return number and iteration of the latest switch of plans by `rank` since iteration `since`; Nones if there is
-    none."""
+    """Return number and iteration of the latest switch of plans by `rank` since iteration `since`; None twice if there
+    is none."""
     found: tuple[int | None, int | None] = None, None
     for each in events:
         if isinstance(each.event, PlanSwitched) and each.stamp.rank == rank and each.stamp.iteration >= since:
