@@ -18,7 +18,7 @@ waits: an action for its message, a send for its action, or a receive for the li
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adaptra_megatron.schedule import _native
@@ -68,18 +68,7 @@ def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Sim
     the orders deadlock: it names the stages and the actions that wait. Raises ScheduleError for `blocking` with orders
     that stock does not run.
     """
-    check_fits(schedule, costs)
-    codes, problem = encode_schedule(schedule), problem_from_costs(costs)
-    if blocking:
-        from adaptra_megatron.schedule.transfers.blocking import encoded_programs  # stock's programs, for analyses
-
-        blocked = _native.replay_blocking(problem, encoded_programs(schedule))
-        assert math.isfinite(blocked["makespan_s"]), "stock's own programs cannot deadlock"
-        return _simulation(schedule, codes, costs, blocked["makespan_s"], blocked["start_s"], blocked["end_s"])
-    replayed = _native.replay(problem, codes)
-    if math.isinf(replayed["makespan_s"]):
-        raise SimulationError(_describe_deadlock(schedule, replayed["position"]))
-    return _simulation(schedule, codes, costs, replayed["makespan_s"], replayed["start_s"], replayed["end_s"])
+    return simulation_of(schedule, runner(schedule, costs, blocking=blocking)(costs), costs)
 
 
 def simulate_online(costs: Costs) -> Simulation:
@@ -90,11 +79,47 @@ def simulate_online(costs: Costs) -> Simulation:
     room for the addition of an input gradient runs whole backwards. Shared queues are ignored. Raises CostError if some
     stage's cap cannot hold one activation of each of its chunks.
     """
-    require_room_for_chunks(costs)
-    dispatched = _native.dispatch(problem_from_costs(costs))
-    codes = dispatched["orders"]
-    schedule = decode_orders(codes, costs)
-    return _simulation(schedule, codes, costs, dispatched["makespan_s"], dispatched["start_s"], dispatched["end_s"])
+    return simulation_of(None, runner(None, costs)(costs), costs)
+
+
+Runner = Callable[[Costs], _native.Run]
+"""Function that runs one order, or dispatches online, under given costs, without the GIL."""
+
+
+def runner(schedule: Schedule | None, costs: Costs, *, blocking: bool = False) -> Runner:
+    """Return a function that runs `schedule` (None: dispatches online) under any costs of the same pipeline as `costs`.
+
+    It and the function raise the errors of `simulate` and `simulate_online`.
+    """
+    if schedule is None:
+        require_room_for_chunks(costs)
+        return lambda other: _native.dispatch(problem_from_costs(other))
+    check_fits(schedule, costs)
+    if blocking:
+        from adaptra_megatron.schedule.transfers.blocking import encoded_programs  # stock's programs, for analyses
+
+        orders = encoded_programs(schedule)
+    else:
+        orders = _native.EncodedOrders(encode_schedule(schedule))
+
+    def replay(other: Costs) -> _native.Run:
+        run = _native.replay(problem_from_costs(other), orders)
+        if math.isinf(run.makespan_s):
+            raise SimulationError(_describe_deadlock(schedule, run.position))
+        return run
+
+    return replay
+
+
+def simulation_of(schedule: Schedule | None, run: _native.Run, costs: Costs) -> Simulation:
+    """Return the times of `run`, which a runner of `schedule` made with `costs`."""
+    return Simulation(
+        schedule=schedule or decode_orders(run.orders, costs),
+        makespan_s=run.makespan_s,
+        start_s=tuple(map(tuple, run.start_s)),
+        end_s=tuple(map(tuple, run.end_s)),
+        peak_in_flight=tuple(run.peaks),
+    )
 
 
 def peak_in_flight(schedule: Schedule, released_at_backward_input: Released) -> tuple[float, ...]:
@@ -118,23 +143,6 @@ def require_room_for_chunks(costs: Costs) -> None:
                 f"max_in_flight of stage {stage} is {cap}, but {costs.chunks} chunks need at least {costs.chunks}: a "
                 "micro-batch runs forward through all chunks of a stage before its first backward there; raise the cap"
             )
-
-
-def _simulation(
-    schedule: Schedule,
-    codes: Sequence[Sequence[int]],
-    costs: Costs,
-    makespan_s: float,
-    start_s: Sequence[Sequence[float]],
-    end_s: Sequence[Sequence[float]],
-) -> Simulation:
-    return Simulation(
-        schedule=schedule,
-        makespan_s=makespan_s,
-        start_s=tuple(map(tuple, start_s)),
-        end_s=tuple(map(tuple, end_s)),
-        peak_in_flight=tuple(_native.peak_in_flight(codes, costs.released_at_backward_input)),
-    )
 
 
 def check_fits(schedule: Schedule, costs: Costs) -> None:

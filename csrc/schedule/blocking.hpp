@@ -18,8 +18,9 @@ public:
     // Returns the makespan, or kNever if the programs wait on each other for ever.
     double run(const Orders& programs);
 
-    const std::vector<std::vector<double>>& start() const { return start_; }
-    const std::vector<std::vector<double>>& end() const { return end_; }
+    int position(int stage) const { return static_cast<int>(position_[stage]); }
+    std::vector<std::vector<double>>& start() { return start_; }
+    std::vector<std::vector<double>>& end() { return end_; }
 
 private:
     struct Transfer {

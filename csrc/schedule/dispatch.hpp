@@ -47,8 +47,8 @@ public:
     double run(const Policy& policy);
 
     const Orders& orders() const { return orders_; }
-    const std::vector<std::vector<double>>& start() const { return start_; }
-    const std::vector<std::vector<double>>& end() const { return end_; }
+    std::vector<std::vector<double>>& start() { return start_; }
+    std::vector<std::vector<double>>& end() { return end_; }
 
 private:
     struct Stage {

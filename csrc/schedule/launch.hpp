@@ -23,8 +23,8 @@ public:
 
     const Ranks& ranks() const { return ranks_; }
     int position(int stage) const { return expected_.position(stage); }
-    const Replay::Times& start() const { return device_.start(); }
-    const Replay::Times& end() const { return device_.end(); }
+    Replay::Times& start() { return device_.start(); }
+    Replay::Times& end() { return device_.end(); }
 
 private:
     void order(const Orders& orders, const Replay::Times& start, const Replay::Times& end, Ranks& ranks);

@@ -137,11 +137,12 @@ inline double held(int forwards, int inputs, int weights, double released) {
 // What an input gradient adds to the activations held, where it releases less than nothing.
 inline double added_by_input(double released) { return std::max(0.0, -released); }
 
-// Most activations that a stage holds at once: a static function of its order.
+// Most activations that a stage holds at once: a static function of its order. Calls (below 0) hold none.
 inline double peak_of(const Order& order, double released) {
     int forwards = 0, inputs = 0, weights = 0;
     double peak = 0.0;
     for (const Code code : order) {
+        if (code < 0) continue;
         const Kind kind = kind_of(code);
         forwards += kind == kForward;
         inputs += sends_gradient(kind);

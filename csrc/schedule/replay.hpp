@@ -31,8 +31,8 @@ public:
     }
 
     int position(int stage) const { return position_[stage]; }
-    const Times& start() const { return start_; }
-    const Times& end() const { return end_; }
+    Times& start() { return start_; }
+    Times& end() { return end_; }
 
 private:
     // Runs `stage` until it must wait.

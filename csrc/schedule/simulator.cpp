@@ -59,7 +59,7 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     return problem;
 }
 
-// Orders, or programs of stages that block, kept on this side: for many replays of the same ones.
+// Orders, or programs with the calls of stages that block, kept on this side: for many replays of the same ones.
 struct EncodedOrders {
     Orders orders;
     CodeRange range = range_of(orders);
@@ -68,65 +68,36 @@ struct EncodedOrders {
 // Below 0, a program has calls.
 constexpr Code kLeastCall = ~(kSendNext | kSendPrevious | kReceiveNext | kReceivePrevious);
 
-// Last end of each stage's actions; empty when the orders deadlock.
-std::vector<double> finish_of(double makespan, const std::vector<std::vector<double>>& end) {
+// Times of one iteration. Python makes lists of those that it asks for: of most replicas of a job, `finish_of`.
+struct Run {
+    double makespan = kNever;
+    Replay::Times start, end;
+    std::vector<double> peaks;
+    Orders orders;              // of online dispatch
+    std::vector<int> position;  // of orders that deadlock: the action of each stage that waits
+};
+
+// Last end of each stage's actions.
+std::vector<double> finish_of(const Run& run) {
     std::vector<double> finish;
-    if (makespan == kNever) return finish;
-    for (const auto& ends : end) finish.push_back(ends.empty() ? 0.0 : ends.back());
+    for (const auto& ends : run.end) finish.push_back(ends.empty() ? 0.0 : ends.back());
     return finish;
 }
 
-std::vector<double> replay_finish(const Problem& problem, const EncodedOrders& encoded) {
-    check_orders(problem, encoded.orders, encoded.range);
+Run replay(const Problem& problem, const EncodedOrders& encoded) {
+    check_orders(problem, encoded.orders, encoded.range, kLeastCall);
     py::gil_scoped_release release;
-    const auto finish = [&](auto run) { return finish_of(run.run(encoded.orders), run.end()); };
-    return problem.queue_matters() ? finish(Launch(problem)) : finish(Replay(problem));
-}
-
-std::vector<double> blocking_finish(const Problem& problem, const EncodedOrders& programs) {
-    check_orders(problem, programs.orders, programs.range, kLeastCall);
-    py::gil_scoped_release release;
-    BlockingReplay run(problem);
-    const double makespan = run.run(programs.orders);
-    return finish_of(makespan, run.end());
-}
-
-py::dict replay_blocking(const Problem& problem, const EncodedOrders& programs) {
-    check_orders(problem, programs.orders, programs.range, kLeastCall);
-    BlockingReplay run(problem);
-    double makespan = 0.0;
-    {
-        py::gil_scoped_release release;
-        makespan = run.run(programs.orders);
-    }
-    py::dict result;
-    result["makespan_s"] = makespan;
-    result["start_s"] = run.start();
-    result["end_s"] = run.end();
-    return result;
-}
-
-template <typename Run>
-py::dict replay_with(Run run, const Problem& problem, const Orders& orders) {
-    double makespan = 0.0;
-    {
-        py::gil_scoped_release release;
-        makespan = run.run(orders);
-    }
-    std::vector<int> position;
-    for (int stage = 0; stage < problem.stages; ++stage) position.push_back(run.position(stage));
-    py::dict result;
-    result["makespan_s"] = makespan;
-    result["start_s"] = run.start();
-    result["end_s"] = run.end();
-    result["position"] = position;
-    return result;
-}
-
-py::dict replay(const Problem& problem, const Orders& orders) {
-    check_orders(problem, orders, range_of(orders));
-    if (problem.queue_matters()) return replay_with(Launch(problem), problem, orders);
-    return replay_with(Replay(problem), problem, orders);
+    const auto run = [&](auto simulator) {
+        Run found;
+        found.makespan = simulator.run(encoded.orders);
+        found.start = std::move(simulator.start());
+        found.end = std::move(simulator.end());
+        found.peaks = peaks_of(encoded.orders, problem.released);
+        for (int stage = 0; stage < problem.stages; ++stage) found.position.push_back(simulator.position(stage));
+        return found;
+    };
+    if (encoded.range.least < 0) return run(BlockingReplay(problem));
+    return problem.queue_matters() ? run(Launch(problem)) : run(Replay(problem));
 }
 
 Ranks launch_ranks(const Problem& problem, const Orders& orders) {
@@ -137,40 +108,21 @@ Ranks launch_ranks(const Problem& problem, const Orders& orders) {
     return launch.ranks();
 }
 
-double run_online(const Problem& problem, Dispatcher& dispatcher) {
+Run dispatch(const Problem& problem) {
+    py::gil_scoped_release release;
     Policy policy;
     policy.split = most_split(problem);
     policy.cap = problem.cap;
     policy.released = problem.released;
     policy.group = largest_group(problem, policy.split);
-    return policy.group > 0 ? dispatcher.run(policy) : kNever;
-}
-
-py::dict dispatch(const Problem& problem) {
     Dispatcher dispatcher(problem);
-    double makespan = kNever;
-    {
-        py::gil_scoped_release release;
-        makespan = run_online(problem, dispatcher);
-    }
-    py::dict result;
-    result["makespan_s"] = makespan;
-    result["start_s"] = dispatcher.start();
-    result["end_s"] = dispatcher.end();
-    result["orders"] = dispatcher.orders();
-    return result;
-}
-
-py::tuple dispatch_finish(const Problem& problem) {
-    std::vector<double> finish, peaks;
-    {
-        py::gil_scoped_release release;
-        Dispatcher dispatcher(problem);
-        const double makespan = run_online(problem, dispatcher);
-        finish = finish_of(makespan, dispatcher.end());
-        peaks = peaks_of(dispatcher.orders(), problem.released);
-    }
-    return py::make_tuple(finish, peaks);
+    Run found;
+    if (policy.group > 0) found.makespan = dispatcher.run(policy);
+    found.orders = dispatcher.orders();
+    found.start = std::move(dispatcher.start());
+    found.end = std::move(dispatcher.end());
+    found.peaks = peaks_of(found.orders, problem.released);
+    return found;
 }
 
 py::dict plan(const Problem& problem, bool split, std::int64_t budget, const std::vector<Orders>& known, double gap) {
@@ -246,10 +198,14 @@ PYBIND11_MODULE(_native, module) {
              py::arg("serial_queue") = false);
     py::class_<EncodedOrders>(module, "EncodedOrders")
         .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
-    module.def("replay_finish", &replay_finish, py::arg("problem"), py::arg("orders"));
-    module.def("replay_blocking", &replay_blocking, py::arg("problem"), py::arg("programs"));
-    module.def("blocking_finish", &blocking_finish, py::arg("problem"), py::arg("programs"));
-    module.def("dispatch_finish", &dispatch_finish, py::arg("problem"));
+    py::class_<Run>(module, "Run")
+        .def_readonly("makespan_s", &Run::makespan)
+        .def_readonly("start_s", &Run::start)
+        .def_readonly("end_s", &Run::end)
+        .def_property_readonly("finish_s", &finish_of)
+        .def_readonly("peaks", &Run::peaks)
+        .def_readonly("orders", &Run::orders)
+        .def_readonly("position", &Run::position);
     module.def("peak_in_flight", &peak_in_flight, py::arg("orders"), py::arg("released"));
     module.def("actions", &actions, py::arg("problem"), py::arg("stage"), py::arg("codes"), py::arg("action"),
                py::arg("kinds"));

@@ -50,29 +50,21 @@ def _calls(random: Random, problem: Any, fields: dict[str, Any]) -> list[Callabl
     programs = [[code if random.random() < 0.8 else -random.randrange(1, 17) for code in order] for order in orders]
     encoded = [_native.EncodedOrders(each) for each in (orders, programs) if _fits(each)]
     many: list[Callable[[], object]] = [
-        lambda: _native.replay(problem, orders),
         lambda: _native.launch_ranks(problem, orders),
         lambda: _native.plan(problem, random.random() < 0.5, budget),
         lambda: _native.dispatch(problem),
-        lambda: _native.dispatch_finish(problem),
         lambda: _native.lower_bound(problem),
         lambda: _native.peak_in_flight(orders, [random.choice(SECONDS)] * random.choice((len(orders), 1))),
         lambda: _native.actions(problem, random.choice((0, *COUNTS)), orders[0], tuple, (1, 2, 3, 4)),  # type: ignore
     ]
-    for each in encoded:
-        many += [
-            lambda each=each: _native.replay_finish(problem, each),
-            lambda each=each: _native.replay_blocking(problem, each),
-            lambda each=each: _native.blocking_finish(problem, each),
-        ]
-    return many
+    return many + [lambda each=each: _native.replay(problem, each).finish_s for each in encoded]
 
 
 def _check_plan(random: Random, problem: Any) -> None:
     """The plan of a problem that can be takes as long as it says, and no less than its bound."""
     planned = _native.plan(problem, random.random() < 0.5, random.choice(_BUDGETS))
     if math.isfinite(planned["makespan_s"]):
-        replayed = _native.replay(problem, planned["orders"])["makespan_s"]
+        replayed = _native.replay(problem, _native.EncodedOrders(planned["orders"])).makespan_s
         assert math.isclose(replayed, planned["makespan_s"], rel_tol=1e-9), f"{replayed}, not {planned['makespan_s']}"
         assert planned["makespan_s"] >= planned["bound_s"] * (1 - 1e-9), f"below the bound {planned['bound_s']}"
 

@@ -72,11 +72,8 @@ def test_problems_that_cannot_be_are_refused(changed: dict[str, object]) -> None
 
 ENCODED = _native.EncodedOrders
 REPLAYS: dict[str, Callable[[list[list[int]]], object]] = {
-    "replay": lambda orders: _native.replay(problem(), orders),
+    "replay": lambda orders: _native.replay(problem(), ENCODED(orders)),
     "launch_ranks": lambda orders: _native.launch_ranks(problem(), orders),
-    "replay_finish": lambda orders: _native.replay_finish(problem(), ENCODED(orders)),
-    "replay_blocking": lambda orders: _native.replay_blocking(problem(), ENCODED(orders)),
-    "blocking_finish": lambda orders: _native.blocking_finish(problem(), ENCODED(orders)),
 }
 
 
@@ -87,7 +84,7 @@ def test_orders_that_do_not_fit_the_problem_are_refused(replay: str) -> None:
     for orders in ([[24], []], [[], [1 << 30]], [[-17], []], [[-(1 << 31)], []], [[0]], [[0], [0], [0]], []):
         with pytest.raises(ValueError, match="orders has|codes from"):
             run(orders)
-    if "blocking" not in replay:
+    if replay == "launch_ranks":  # what has calls is replayed as a program that blocks
         with pytest.raises(ValueError, match="codes from -1 to 0"):
             run([[-1], [0]])
 

@@ -21,10 +21,10 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     first_behind,
     hardest_first,
     job_bound,
-    runner,
     simulate_job,
 )
 from adaptra_megatron.schedule.planner import ENOUGH, default_deadline_s, nearby_costs, plan
+from adaptra_megatron.schedule.simulator import runner
 
 _OTHERS = 8
 """Most plans after the one for all replicas."""

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -17,9 +18,7 @@ from adaptra_megatron.schedule.bounds import LowerBound, lower_bound
 from adaptra_megatron.schedule.costs import Costs, PerChunk
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import JobCosts, ReplicaGroup
-from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
-from adaptra_megatron.schedule.simulator import Simulation, require_room_for_chunks, simulate, simulate_online
-from adaptra_megatron.schedule.transfers.blocking import encoded_programs
+from adaptra_megatron.schedule.simulator import Runner, Simulation, runner, simulation_of
 
 Progress = Callable[[str, int, int], None]
 """Callback(activity, parts done, parts in all), from the caller's thread."""
@@ -52,8 +51,10 @@ class JobSimulation:
     """Most activations each stage holds at once, in any replica."""
     slowest: int
     """Index of the group that ends last."""
-    blocking: bool = False
-    """Whether sends and receives were those of stock, which block."""
+    runner: Runner = field(compare=False, repr=False)
+    """What ran in each replica."""
+    run: _native.Run = field(compare=False, repr=False)
+    """Times of the slowest replica."""
 
     @property
     def pipelines_s(self) -> tuple[float, ...]:
@@ -63,10 +64,7 @@ class JobSimulation:
     @cached_property
     def slowest_replica(self) -> Simulation:
         """When each action of the slowest replica starts and ends."""
-        costs = self.job.groups[self.slowest].costs
-        if self.schedule is None:
-            return simulate_online(costs)
-        return simulate(self.schedule, costs, blocking=self.blocking)
+        return simulation_of(self.schedule, self.run, self.job.groups[self.slowest].costs)
 
 
 @dataclass(frozen=True)
@@ -89,37 +87,26 @@ def simulate_job(
     """
     run = runner(schedule, job.base, blocking=blocking)
     doing = "dispatching replicas" if schedule is None else "simulating replicas"
-    found = list(for_groups(run, job.groups, doing, progress))
-    ends = [iteration_s([finish_s], job.gradient_sync_s) for finish_s, _ in found]
+    finish_s: list[Finish] = []
+    peaks: tuple[float, ...] = (0.0,) * job.base.stages
+    slowest, makespan_s, slowest_run = 0, -math.inf, None
+    for index, found in enumerate(for_groups(run, job.groups, doing, progress)):
+        finish_s.append(found.finish_s)
+        peaks = tuple(map(max, peaks, found.peaks))
+        end_s = iteration_s(finish_s[-1:], job.gradient_sync_s)
+        if end_s > makespan_s:
+            slowest, makespan_s, slowest_run = index, end_s, found
+    assert slowest_run is not None, "a job has a replica"
     return JobSimulation(
         job=job,
         schedule=schedule,
-        makespan_s=max(ends),
-        finish_s=tuple(finish_s for finish_s, _ in found),
-        peak_in_flight=tuple(map(max, zip(*(peaks for _, peaks in found), strict=True))),
-        slowest=ends.index(max(ends)),
-        blocking=blocking,
+        makespan_s=makespan_s,
+        finish_s=tuple(finish_s),
+        peak_in_flight=peaks,
+        slowest=slowest,
+        runner=run,
+        run=slowest_run,
     )
-
-
-Runner = Callable[[Costs], tuple[Finish, Sequence[float]]]
-"""What runs one order, or dispatches online, under given costs: end and most activations held of each stage."""
-
-
-def runner(schedule: Schedule | None, costs: Costs, *, blocking: bool = False) -> Runner:
-    """Return a function that runs `schedule` (None: dispatches online) under any costs of the same pipeline as `costs`.
-
-    Raises the errors of `simulate` and `simulate_online`.
-    """
-    if schedule is None:
-        require_room_for_chunks(costs)
-        return lambda other: _native.dispatch_finish(problem_from_costs(other))
-    peaks = simulate(schedule, costs).peak_in_flight  # a deadlock, which no cost changes, is raised here
-    if blocking:
-        programs = encoded_programs(schedule)
-        return lambda other: (_native.blocking_finish(problem_from_costs(other), programs), peaks)
-    orders = _native.EncodedOrders(encode_schedule(schedule))
-    return lambda other: (_native.replay_finish(problem_from_costs(other), orders), peaks)
 
 
 def iteration_s(finish_s: Iterable[Finish], gradient_sync_s: Sequence[float]) -> float:
@@ -144,8 +131,8 @@ def first_behind(run: Runner, job: JobCosts, groups: Sequence[ReplicaGroup], lim
     few = os.cpu_count() or 1
     for first in range(0, len(groups), few):
         some = groups[first : first + few]
-        for group, (finish_s, _) in zip(some, for_groups(run, some), strict=True):
-            if iteration_s([finish_s], job.gradient_sync_s) > limit_s:
+        for group, found in zip(some, for_groups(run, some), strict=True):
+            if iteration_s([found.finish_s], job.gradient_sync_s) > limit_s:
                 return group
     return None
 
@@ -160,8 +147,7 @@ def find_cause(simulation: JobSimulation) -> SlowdownCause | None:
     before_s = max(simulation.finish_s[simulation.slowest])
     suspects = [*_suspects(costs, base)] or [*_suspects(costs, _even(base))]
     suspects = sorted(suspects, key=lambda suspect: -suspect[0])[:_SUSPECTS]
-    run = runner(simulation.schedule, base, blocking=simulation.blocking)
-    ends = [(max(run(without)[0]), what) for _, what, without in suspects]
+    ends = [(max(simulation.runner(without).finish_s), what) for _, what, without in suspects]
     best_s, what = min(ends, default=(before_s, ""))
     return SlowdownCause(what, before_s - best_s) if best_s < before_s * (1.0 - _ROUNDING) else None
 
