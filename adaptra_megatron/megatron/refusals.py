@@ -44,6 +44,7 @@ def _either(*names: str) -> Callable[[Any], bool]:
     return lambda config: any(bool(getattr(config, name, False)) for name in names)
 
 
+_has_experts = _either("num_experts", "num_moe_experts")
 REFUSALS = (
     Refusal(
         "CUDA graphs (--cuda-graph-impl)",
@@ -177,7 +178,7 @@ STAGGERING = (
     ),
     Refusal(
         "experts (--num-experts)",
-        _either("num_experts", "num_moe_experts"),
+        _has_experts,
         "what routers count would be counted twice where an iteration is computed again",
     ),
     Refusal(
@@ -203,7 +204,7 @@ def refuse_for_staggering(settings: Any) -> None:
 
     `settings`: Megatron's parsed arguments, or one of its configs.
     """
-    _raise_first(_met("--adaptra-staggered-optimizer", STAGGERING, settings))
+    _raise_first(_staggering_errors(settings))
 
 
 _APART = "all replicas meet for it in each iteration, and none would go on without the others"
@@ -215,7 +216,7 @@ SYNC_MODES = (
     ),
     Refusal(
         "experts (--num-experts)",
-        _either("num_experts", "num_moe_experts"),
+        _has_experts,
         "replicas share experts, and meet for each micro-batch",
     ),
     Refusal(
@@ -273,7 +274,7 @@ def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
 
     `settings`: Megatron's parsed arguments, or its configs.
     """
-    _raise_first(_met(f"--adaptra-sync-mode {mode}", SYNC_MODES, *settings))
+    _raise_first(_sync_mode_errors(mode, *settings))
 
 
 def _experts_span_replicas(settings: Any) -> bool:
@@ -284,10 +285,9 @@ def _experts_span_replicas(settings: Any) -> bool:
         return getattr(settings, f"{name}_parallel_size", None) or default
 
     experts = size("expert_model") * size("expert_tensor", size("tensor_model"))
-    return bool(_has_experts(settings)) and experts > size("tensor_model") * size("context")
+    return _has_experts(settings) and experts > size("tensor_model") * size("context")
 
 
-_has_experts = _either("num_experts", "num_moe_experts")
 REROUTING = (
     Refusal(
         "experts that span data-parallel replicas",
@@ -368,14 +368,28 @@ def refuse_for_recovery(reroute: str, *settings: Any) -> None:
 
     `settings`: Megatron's parsed arguments, or its configs. `reroute`: the value of --adaptra-reroute.
     """
-    _raise_first(_met(f"--adaptra-reroute {reroute}", RECOVERY, *settings))
+    _raise_first(_met(RECOVERY, f"--adaptra-reroute {reroute}", *settings))
 
 
-def _met(flag: str, table: Sequence[Refusal], *settings: Any) -> Iterator[UnsupportedFeatureError]:
-    remedy = "Drop one of the two" if table in (REROUTING, RECOVERY) else f"Or drop {flag.partition(' ')[0]}"
+def _staggering_errors(settings: Any) -> Iterator[UnsupportedFeatureError]:
+    flag = "--adaptra-staggered-optimizer"
+    return _met(STAGGERING, flag, settings, remedy=f"Or drop {flag}")
+
+
+def _sync_mode_errors(mode: str, *settings: Any) -> Iterator[UnsupportedFeatureError]:
+    return _met(SYNC_MODES, f"--adaptra-sync-mode {mode}", *settings, remedy="Or drop --adaptra-sync-mode")
+
+
+def _met(
+    table: Sequence[Refusal], flag: str, *settings: Any, remedy: str = "Drop one of the two"
+) -> Iterator[UnsupportedFeatureError]:
     for refusal in table:
         if any(refusal.is_on(each) for each in settings):
-            yield UnsupportedFeatureError(f"{flag} does not run with {refusal.feature}", f"{refusal.reason}. {remedy}")
+            yield _error(refusal, flag, remedy)
+
+
+def _error(refusal: Refusal, flag: str, remedy: str = "Drop one of the two") -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(f"{flag} does not run with {refusal.feature}", f"{refusal.reason}. {remedy}")
 
 
 def _raise_first(errors: Iterator[UnsupportedFeatureError]) -> None:
@@ -391,14 +405,14 @@ def errors_of_flags(arguments: Any) -> Iterator[UnsupportedFeatureError]:
         yield sharded_gradients_error(mode)
     sync_mode = getattr(arguments, "adaptra_sync_mode", "ssgd")
     if sync_mode != "ssgd":
-        yield from _met(f"--adaptra-sync-mode {sync_mode}", SYNC_MODES, arguments)
+        yield from _sync_mode_errors(sync_mode, arguments)
     reroute = getattr(arguments, "adaptra_reroute", "off")
     if reroute != "off":
-        yield from _met(f"--adaptra-reroute {reroute}", REROUTING, arguments)
+        yield from _met(REROUTING, f"--adaptra-reroute {reroute}", arguments)
     if reroute in ("failures", "all"):
-        yield from _met(f"--adaptra-reroute {reroute}", RECOVERY, arguments)
+        yield from _met(RECOVERY, f"--adaptra-reroute {reroute}", arguments)
     if getattr(arguments, "adaptra_staggered_optimizer", False):
-        yield from _met("--adaptra-staggered-optimizer", STAGGERING, arguments)
+        yield from _staggering_errors(arguments)
 
 
 def refuse_to_split(mode: str, replicas: int) -> NoReturn:
@@ -462,10 +476,7 @@ def refused_of(arguments: Any) -> list[Refusal]:
 
 def layer_wise_error() -> UnsupportedFeatureError:
     """Return the error for --adaptra-reroute failures with an optimizer that is sharded by layers."""
-    return UnsupportedFeatureError(
-        f"--adaptra-reroute failures does not run with {_LAYER_WISE.feature}",
-        f"{_LAYER_WISE.reason}. Drop one of the two",
-    )
+    return _error(_LAYER_WISE, "--adaptra-reroute failures")
 
 
 def sharded_gradients_error(mode: str) -> UnsupportedFeatureError:
