@@ -39,9 +39,14 @@ _NO_GAP = 1e-9
 class JobPlan:
     """One schedule for all replicas, its iteration time, and the lower bound."""
 
-    schedule: Schedule
     simulation: JobSimulation
     lower_bound: LowerBound
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule."""
+        assert self.simulation.schedule is not None, "a plan is not decided online"
+        return self.simulation.schedule
 
     @property
     def gap(self) -> float:
@@ -67,7 +72,7 @@ def plan_job(
     bound = job_bound(job, progress=progress)
     schedule = plan(worst_costs(job.groups), deadline_s=0.5 * total_s, split=split).schedule
     simulation = simulate_job(schedule, job, progress=progress)
-    best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound)
+    best = JobPlan(simulation=simulation, lower_bound=bound)
     chosen: tuple[ReplicaGroup, ...] = (hardest_first(job)[0],)
     variants = 0
     for number in range(_OTHERS):
@@ -82,7 +87,7 @@ def plan_job(
         behind = _behind(schedule, best)
         if behind is None:
             simulation = simulate_job(schedule, job, progress=progress)
-            best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound)
+            best = JobPlan(simulation=simulation, lower_bound=bound)
             behind = job.groups[simulation.slowest]
         if chosen != job.groups:
             chosen = job.groups if behind in chosen or len(chosen) == _FEW else (*chosen, behind)
@@ -102,4 +107,4 @@ def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
 def _plan_for_equals(job: JobCosts, deadline_s: float | None, split: bool, progress: Progress | None) -> JobPlan:
     found = plan(job.groups[0].costs, deadline_s=deadline_s, split=split, progress=progress)
     bound = found.lower_bound if job.is_one_pipeline else job_bound(job)
-    return JobPlan(schedule=found.schedule, simulation=simulate_job(found.schedule, job), lower_bound=bound)
+    return JobPlan(simulation=simulate_job(found.schedule, job), lower_bound=bound)
