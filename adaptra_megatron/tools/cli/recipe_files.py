@@ -53,13 +53,8 @@ def merged(below: Any, above: Any) -> Any:
     """Return both documents merged by section; of a setting in both, that of `above`."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    names = dict.fromkeys([*below, *above])
-    return {
-        name: merged(below[name], above[name])
-        if name in below and name in above
-        else (above if name in above else below)[name]
-        for name in names
-    }
+    in_both = {name: merged(below[name], above[name]) for name in below if name in above}
+    return {**below, **above, **in_both}
 
 
 def jobs_of(document: Any) -> dict[str, Any]:
@@ -183,10 +178,15 @@ def _found(place: _Place, root: Any) -> tuple[Any, bool]:
     return root, bool(place)
 
 
-def _places(node: Any, wanted: Any, at: _Place = ()) -> Iterator[_Place]:
+def _entries(node: Any, at: _Place) -> Iterator[tuple[Any, _Place, Any]]:
+    """Yield the entries of a section or list at `at`: key, place, value. Places name settings as flags do."""
     items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for name, value in items:
-        place = (*at, str(name).lstrip("-").replace("-", "_"))
+        yield name, (*at, str(name).lstrip("-").replace("-", "_")), value
+
+
+def _places(node: Any, wanted: Any, at: _Place = ()) -> Iterator[_Place]:
+    for _, place, value in _entries(node, at):
         if wanted(place):
             yield place
         yield from _places(value, wanted, place)
@@ -208,10 +208,5 @@ def _without(node: Any, places: set[_Place], at: _Place = ()) -> Any:
     """Return `node` without the places in `places`."""
     if not isinstance(node, (Mapping, list)):
         return node
-    items = node.items() if isinstance(node, Mapping) else enumerate(node)
-    kept = {
-        name: _without(value, places, place)
-        for name, value in items
-        if (place := (*at, str(name).lstrip("-").replace("-", "_"))) not in places
-    }
+    kept = {name: _without(value, places, place) for name, place, value in _entries(node, at) if place not in places}
     return kept if isinstance(node, Mapping) else list(kept.values())
