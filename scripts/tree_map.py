@@ -8,11 +8,9 @@ No test compares it with the tree, as each line of code would change it: run it 
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -20,32 +18,11 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 import test_docs as pages_of  # noqa: E402
 import test_structure as structure  # noqa: E402
 from markdown_table import markdown_table  # noqa: E402
+from support.line_counts import Lines, lines_of  # noqa: E402
 
 BEFORE = "504 files, 60,689 lines (41,893 code, 8,257 docstrings), 31 rooms, 85 names used twice, 48,700 words"
 """In the autumn of 2026, before rooms and names were changed; testing/ was part of the package then."""
 _BLOCK = re.compile(r"(<!-- map: made by scripts/tree_map.py -->\n).*?(<!-- until here -->)", re.DOTALL)
-
-
-class Lines(NamedTuple):
-    """Lines of some modules; `code`: neither blank, comment nor docstring."""
-
-    modules: int
-    lines: int
-    code: int
-    docstrings: int
-
-
-def lines_of(text: str) -> Lines:
-    """Count the lines of one module."""
-    docstrings = set()
-    for node in ast.walk(ast.parse(text)):
-        for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                docstrings |= set(range(statement.lineno, statement.end_lineno + 1))
-    lines = text.splitlines()
-    code = [line for number, line in enumerate(lines, 1) if number not in docstrings and line.strip()]
-    return Lines(1, len(lines), sum(not line.lstrip().startswith("#") for line in code), len(docstrings))
 
 
 def by_room() -> dict[str, Lines]:

@@ -54,19 +54,9 @@ def _imported_first(text: str) -> Iterator[str]:
             left += ast.iter_child_nodes(node)
 
 
-def _lines_of_code(text: str) -> int:
-    """Return the number of lines that are neither blank nor comment nor docstring: explanations are free."""
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstrings.update(range(node.lineno, int(node.end_lineno or 0) + 1))
-    lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in docstrings)
-    return sum(bool(line) and not line.startswith("#") for line in lines)
-
-
-def lines_by_module() -> dict[str, int]:
-    """Return the lines of code of each module of the package that was imported, as its own imports lead there."""
-    found: dict[str, int] = {}
+def files_by_module() -> dict[str, str]:
+    """Return the file of each module of the package that was imported, as its own imports lead there."""
+    found: dict[str, str] = {}
     left = [*BEGINS_WITH]
     while left:
         name = left.pop()
@@ -75,7 +65,7 @@ def lines_by_module() -> dict[str, int]:
             continue
         file = Path(str(module.__file__))
         text = file.read_text() if file.suffix == ".py" else ""
-        found[name] = _lines_of_code(text)
+        found[name] = str(file)
         left += [name.rpartition(".")[0], *_imported[name], *_imported_first(text)]
     return found
 
@@ -103,7 +93,7 @@ def main(output: Path, arguments: list[str]) -> None:
     applied = enable(AdaptraConfig(), hooks=[SlowestAction])
     Trainer(args, (), applied.runtime).run()
     applied.undo()
-    (output / f"{os.environ['RANK']}.json").write_text(json.dumps(lines_by_module()))
+    (output / f"{os.environ['RANK']}.json").write_text(json.dumps(files_by_module()))
     leave_job()
 
 
