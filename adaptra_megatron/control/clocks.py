@@ -166,7 +166,7 @@ def _drift(rounds: Sequence[Round]) -> tuple[float, float]:
         slope += share * (entry.middle_s - rounds[0].middle_s)
         off += abs(share) * entry.half_s
     rate = WANDER + off
-    # A fit less precise than the general bound on drifts is of no use.
+    # A fit less precise than the general bound on drifts adds nothing.
     return (0.0, MAX_DRIFT) if rate + abs(slope) >= MAX_DRIFT else (slope, rate)
 
 

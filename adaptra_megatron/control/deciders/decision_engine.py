@@ -174,7 +174,7 @@ def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bo
     for measurement in measurements:
         for source, path, end in _ends(measurement.received, measurement.span_s[0]):
             received[LinkId(measurement.pipeline, source, measurement.stage, path.value)] = end
-    # Without its receiver's report, a message that did not arrive cannot be told from one that did.
+    # Only the receiver's report shows whether a message has arrived.
     reported = {(measurement.pipeline, measurement.stage) for measurement in measurements}
     links = {}
     for measurement in measurements:
