@@ -190,16 +190,13 @@ class Model:
 
     def _by_itself(self, world: World, rank: int) -> Steps:
         """Steps of a process that has all its choices, each with those that follow while it has."""
-        process = world.processes[rank]
-        if process.state is None or not _has_all_choices(world, process.state):
-            return
-        for label, after in self._of_process(world, rank, process):
-            further = False
-            for next_label, further_world in self._by_itself(after, rank):
-                further = True
-                yield f"{label}, {next_label}", further_world
-            if not further:
-                yield label, after
+
+        def has_all_choices(world: World) -> bool:
+            state = world.processes[rank].state
+            return state is not None and _has_all_choices(world, state)
+
+        if has_all_choices(world):
+            yield from self._joined(world, rank, lambda _, after, __: has_all_choices(after))
 
     def _moves(self, world: World, rank: int) -> Steps:
         """Steps of a rank, each with the looks that come right before it.
@@ -207,17 +204,22 @@ class Model:
         A look finds after others' steps what it finds before them (it is a right mover), and others cannot see it. So
         no order is missed where it comes right before the rank's next word (Lipton, CACM 18(12), 1975).
         """
-        process = world.processes[rank]
-        for label, after in self._of_process(world, rank, process):
-            state, then = process.state, after.processes[rank].state
-            if state is not None and _only_looks(state, then, label):
-                further = False
-                for next_label, further_world in self._moves(after, rank):
-                    further = True
-                    yield f"{label}, {next_label}", further_world
-                if further:
-                    continue
-            yield label, after
+
+        def only_looks(world: World, after: World, label: str) -> bool:
+            state = world.processes[rank].state
+            return state is not None and _only_looks(state, after.processes[rank].state, label)
+
+        return self._joined(world, rank, only_looks)
+
+    def _joined(self, world: World, rank: int, goes_on: Callable[[World, World, str], bool]) -> Steps:
+        """Steps of a process, each with those that follow it while `goes_on(before, after, label)`."""
+        for label, after in self._of_process(world, rank, world.processes[rank]):
+            further = False
+            for next_label, further_world in self._joined(after, rank, goes_on) if goes_on(world, after, label) else ():
+                further = True
+                yield f"{label}, {next_label}", further_world
+            if not further:
+                yield label, after
 
     def _of_process(self, world: World, rank: int, process: Process) -> Steps:
         state, newest = process.state, world.memberships[-1]
