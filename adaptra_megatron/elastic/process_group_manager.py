@@ -155,8 +155,9 @@ class FaultTolerantGroups:
                 "do not survive failures of their members"
             )
         dist.Backend.register_backend(_NAME, self._create, extended_api=True, devices=["cpu", "cuda"])
-        # torch's NCCL watchdog would otherwise end this process when another rank fails.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        # torch's NCCL watchdog would otherwise end this process when another rank fails. Not setdefault: torchrun, and
+        # `adaptra launch` as torchrun, set 1 (tear the process down) where the user has set nothing.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         for name in ("init_process_group", "new_group"):
             self._replace(name)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -164,3 +165,13 @@ def test_a_result_is_not_expected_of_a_holder_that_has_failed(ends: str) -> None
     assert [type(cause) for cause in causes] == [EpochEndedError if ends == "it fails, too" else LateRankError]
     assert groups.operations() == {groups._key(group): 1}
     assert torch.equal(given, one())
+
+
+def test_torchs_watchdog_ends_no_live_rank_whatever_the_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun and `adaptra launch` set 1 in every rank: tear the process down once a peer has failed."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setattr(dist.Backend, "register_backend", lambda *_given, **_keywords: None)
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, name, getattr(dist, name))
+    FaultTolerantGroups().install()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
