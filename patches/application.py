@@ -71,6 +71,7 @@ class AppliedPatches:
         check_parameters(patch, original)
         assert self.runtime is not None
         replacement = patch.replace(original, self.runtime)
+        # By this mark `in_force` finds the patches of a process: this package keeps no global state.
         setattr(replacement, _MARK, self)
         after = staticmethod(replacement) if isinstance(before, staticmethod) else replacement
         # `from schedules import f` has bound the original in another module: replacing the owner's attribute does not
@@ -134,6 +135,7 @@ def enable(
         *(STAGGERING_PATCHES if config.staggered_optimizer else ()),
         *(WATCHING_PATCHES if config.watches_stragglers else ()),
     )
+    # All versions before the first replacement: a release that is refused stays as it was.
     check_versions((*PATCHES, *optional))
     before = in_force()
     if before is not None:
@@ -141,6 +143,7 @@ def enable(
             raise PatchError("--adaptra is in force already with other settings; undo() those patches first")
         return before
 
+    # Not above: to import this package must not import Megatron (rule 1).
     from megatron.core.tensor_parallel import layers
 
     from adaptra_megatron.engine.runtime import AdaptraRuntime
@@ -185,7 +188,6 @@ def check_versions(patches: Sequence[Patch]) -> None:
 
 def in_force() -> AppliedPatches | None:
     """Return the active patches of this process, or None. Imports Megatron."""
-    # The replacement itself carries the mark, as this package keeps no global state.
     for patch in PATCHES:
         owner, attribute = patch.owner()
         applied = getattr(getattr(owner, attribute), _MARK, None)

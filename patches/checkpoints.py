@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def _save(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     @functools.wraps(stock)
     def save_checkpoint(*given: Any, **keywords: Any) -> Any:
+        # The whole call, since it is made again if a rank fails meanwhile.
         return runtime.save(functools.partial(stock, *given, **keywords))
 
     return save_checkpoint

@@ -18,6 +18,7 @@ def _around_straggler(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Cal
 
     reduction = runtime.feature(ReplicaReductions).reduction
 
+    # Called by hooks (register_grad_ready), by finish_grad_sync, and by DistributedDataParallel for all bucket groups.
     @functools.wraps(stock)
     def start_grad_sync(bucket_group: Any, *given: Any, **keywords: Any) -> None:
         reduction.start(stock, bucket_group, *given, **keywords)

@@ -35,6 +35,7 @@ _PARAMETERS = (
 
 
 def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: bool) -> Callable[..., Any]:
+    # Stock's schedules take keywords alone (`*` comes first), so names are enough to find the arguments.
     @functools.wraps(stock)
     def forward_backward(**arguments: Any) -> Any:
         return runtime.forward_backward(arguments, interleaved=interleaved, stock=stock)

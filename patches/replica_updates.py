@@ -58,6 +58,7 @@ def _keep(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
 def _alone(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     updates = _updates(runtime)
 
+    # train_step asks for this group to average losses, which it does at each iteration (training.py).
     @functools.wraps(stock)
     def get_data_parallel_group(*given: Any, **keywords: Any) -> Any:
         alone = updates.group_alone
@@ -67,6 +68,7 @@ def _alone(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
 
 
 def _settled_after(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    # Before `pretrain` evaluates and saves, which meet all replicas again.
     @functools.wraps(stock)
     def train(*given: Any, **keywords: Any) -> Any:
         result = stock(*given, **keywords)
@@ -77,6 +79,7 @@ def _settled_after(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callab
 
 
 def _settled_before(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    # By name: the iteration is at another position from release to release.
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)

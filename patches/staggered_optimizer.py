@@ -28,6 +28,8 @@ def _step(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
 def _reduce_unless_norm(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     from adaptra_megatron.megatron.gradients.gradient_norm import KnownNorm, PendingNorm
 
+    # training.py, train_step: what ChainedOptimizer.step returned is reduced over the pipeline, for ranks that train no
+    # parameters and so have no norm. Such ranks are refused (staggered_optimizer.py).
     @functools.wraps(stock)
     def reduce_max_stat(stat: Any, *given: Any, **keywords: Any) -> Any:
         return stat if isinstance(stat, (KnownNorm, PendingNorm)) else stock(stat, *given, **keywords)

@@ -33,6 +33,7 @@ def _timed_sync(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[
 def _timed_data(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     waits = _waits(runtime)
 
+    # Megatron-LM wraps all data iterators of its loop (training.py, build_train_valid_test_data_iterators).
     @functools.wraps(stock)
     def next_batch(iterator: Any) -> Any:
         return waits.read(functools.partial(stock, iterator))

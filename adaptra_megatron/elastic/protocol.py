@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part in going on without ranks that fail, as a state machine. Pure: no store, thread or clock.
+"""One rank's part in going on after rank failures, as a state machine. Pure: no store, thread or clock.
 
-`Rank` says what it needs next (`request`), and becomes another by what came of that (`after`). The training thread and
-a process that rejoins carry requests out on the job's store (`recovery`, `rejoin`); the model checker of the tests
-carries them out on a dictionary, in every order in which ranks can fail and come back.
+A `Rank` has a `request`, and `after` the answer to it becomes the next `Rank`. The training thread and rejoining
+processes carry requests out on the job's store (`recovery`, `rejoin`). The model checker of the tests carries them out
+on a dictionary, in every order in which ranks can fail and rejoin.
 
-A call of Megatron's schedules is attempted until it commits. All live ranks come to the end of an attempt; the last to
-come writes its fate, once. Where a rank fails before, all close their connections and wait until nothing of the
-attempt can write any more (the fence); then the live ranks meet, and the lowest writes REDO as the fate of each attempt
-whose fate some rank does not know, unless COMMIT is there: so all have done a call, or none has. A COMMIT may say
-that ranks which were started again are to be admitted. All stop before the next training iteration, hand over what
-these need, and meet; one word, written once, says whether they take part.
+1. A call of Megatron's schedules is attempted until it commits, on all live ranks or on none.
+2. An attempt has one fate, written once, which all ranks read. The last live rank to finish it writes COMMIT. A rank
+   whose gradients are unsound writes REPEAT.
+3. If a rank fails before, the others close their connections and wait until no operation of the attempt can write any
+   more (the fence). Only then do they meet.
+4. The lowest rank of the meeting writes REDO as the fate of each attempt whose fate some rank does not know. If COMMIT
+   is there already, it stays, and the meeting commits the call.
+5. A COMMIT may name a membership with restarted ranks that are ready. All ranks stop before the next training
+   iteration, hand over their state, and meet. One word, written once, says whether these ranks take part.
+
+Values are written once where ranks could disagree: a rank that fails after it has decided has decided for all.
 """
 
 from __future__ import annotations
@@ -312,6 +317,8 @@ class Rank:
         if self.phase in _ADMISSION:
             assert self.next is not None
             of_next, since = self.next.live, self.next.id.membership
+            # By departures: `live_ranks` counts rejoining ranks as dead until they are admitted, and does not see them
+            # fail.
             return any(each.rank in of_next and each.epoch > since for each in membership.left)
         if self.phase in _MEETS:
             assert self.next is not None
@@ -421,6 +428,8 @@ class Rank:
         match self.phase:
             case Phase.ADMITTING:
                 assert isinstance(answer, Changed)
+                # Of the membership that the COMMIT named, not of the newest one, which ranks learn of at different
+                # times.
                 met = with_rejoining(self.layout, answer.membership, self.generation, self.call)
                 arrived = rejoining(self.layout, answer.membership, self.generation)
                 leads = self.rank == min(self.generation.live)
@@ -433,6 +442,7 @@ class Rank:
             case Phase.HANDING_OVER | Phase.RECEIVING:
                 return replace(self, phase=Phase.COMING)
             case Phase.COMING:
+                # Not the lowest of all: a rejoining rank takes no part in the decision to admit it.
                 leads = self.rank == min(self.before)
                 return replace(self, phase=Phase.COUNTING if leads else Phase.AWAITING_WORD)
             case Phase.COUNTING:
@@ -443,9 +453,13 @@ class Rank:
 
     def _after_interruption(self) -> Rank:
         if self.phase in _ADMISSION:
+            # No attempt is under way, so there is nothing to fence. If YES has been written, it stays: these ranks are
+            # admitted, and the failure is handled in their generation.
             return replace(self, phase=Phase.CALLING_OFF)
         if self.phase in _MEETS:
+            # This rank is fenced already: only the live ranks have changed again.
             return replace(self, phase=Phase.CHANGING)
+        # An admission that was due is dropped: the next commit looks for ready ranks anew.
         return replace(self, phase=Phase.FENCING, due=None)
 
     def _arrived(self, answer: Answer) -> Rank:
@@ -453,6 +467,7 @@ class Rank:
         if not answer.last:
             return replace(self, phase=Phase.AWAITING_FATE)
         due = self.due
+        # An evaluation commits without admitting: the admission that was due before it still is.
         if due is None and answer.newest is not None and can_admit(self.layout, answer.newest, self.generation):
             due = answer.newest.epoch
         return replace(self, phase=Phase.DECIDING, due=due)
@@ -461,6 +476,7 @@ class Rank:
         word, _, due = fate.partition(" ")
         if word == COMMIT:
             return self._committed(int(due) if due else self.due)
+        # No rank has failed, and all read the same fate: they repeat the attempt without a meeting.
         if word == REPEAT:
             return replace(self, phase=Phase.ATTEMPTING, turn=self.turn + 1, attempted=None, repeated=True)
         return replace(self, phase=Phase.FENCING, due=None)
@@ -471,12 +487,14 @@ class Rank:
     def _gathered(self, states: Iterable[HandedIn]) -> Rank:
         states = tuple(states)
         attempts = tuple(sorted({each.attempted for each in states if each.attempted is not None}))
+        # Above the turn of every rank: no message of an attempt before is taken for one of the next.
         agreement = Agreement((), 1 + max(each.turn for each in states), holders_of(states, self.next))
         return replace(self, phase=Phase.FORCING if attempts else Phase.AGREEING, open=attempts, agreement=agreement)
 
     def _forced(self, fate: str) -> Rank:
         assert self.agreement is not None
         attempt, *rest = self.open
+        # The last rank to arrive may have written COMMIT before a rank failed.
         committed = self.agreement.committed + (attempt,) * fate.startswith(COMMIT)
         agreement = replace(self.agreement, committed=committed)
         return replace(self, phase=Phase.FORCING if rest else Phase.AGREEING, open=tuple(rest), agreement=agreement)
@@ -486,6 +504,7 @@ class Rank:
         assert self.next is not None
         entered = replace(self, generation=self.next, next=None, turn=agreement.turn, agreement=agreement)
         if entered.attempted in agreement.committed:
+            # Without the admission that its COMMIT may name: a rank has failed since.
             return entered._committed(None)
         phase = Phase.ATTEMPTING if self.inside else Phase.BETWEEN
         return replace(entered, phase=phase, attempted=None)
@@ -494,7 +513,7 @@ class Rank:
         assert self.next is not None
         rejoined = self.generation.id == self.next.id
         phase = Phase.BETWEEN if rejoined else Phase.ATTEMPTING
-        turn = self.turn + (not rejoined)
+        turn = self.turn + (not rejoined)  # of a rejoining rank the ticket has it already
         return replace(self, generation=self.next, next=None, turn=turn, phase=phase, before=frozenset())
 
     def _not_admitted(self) -> Rank:
@@ -502,6 +521,7 @@ class Rank:
         if self.generation.id == self.next.id:
             return replace(self, phase=Phase.LEFT)
         admitted = self.generation.admitted
+        # Their processes end themselves (LEFT): the same arrivals must not be admitted at the next commit.
         late = {rank: epoch for rank, epoch in self.next.admitted.items() if admitted.get(rank) != epoch}
         kept = replace(self.generation, refused={**self.generation.refused, **late})
         return replace(self, generation=kept, next=None, phase=Phase.ATTEMPTING, before=frozenset())

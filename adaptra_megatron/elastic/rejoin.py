@@ -100,6 +100,7 @@ def read_ticket(store: SealedStore, arrival: Arrival, timeout_s: float, check: C
 logger = logger_of(__name__)
 
 _MOST_NBYTES = 1 << 26
+# Longest wait for the coordinator, interval of polls, and interval of those that read the whole membership.
 _SEEN_S, _LOOKS_S, _LOOKS_AT_ALL_S = 60.0, 0.05, 1.0
 
 
@@ -179,9 +180,11 @@ class RejoiningRank:
             if time.monotonic() - looked_s > _LOOKS_AT_ALL_S:
                 self._refuse_lost_stages(store)
                 looked_s = time.monotonic()
+            # `awaited` polls every 2 ms, and this process may wait for minutes.
             time.sleep(_LOOKS_S)
 
         ticket = read_ticket(store, arrival, self.timeout_s, check)
+        # Not the newest: live ranks have moved exactly the arrivals of this one (RecoveryManager._admission_begins).
         membership = self._records.of_epoch(ticket.membership)
         for each in membership.arrived:
             self.layout.move(each.rank, each.ready.host, each.ready.identity)
@@ -234,6 +237,7 @@ class RejoiningRank:
         while time.monotonic() < deadline_s:
             newest = self._records.newest()
             for each in () if newest is None else newest.arrived:
+                # By the whole notice: an earlier process of this rank may have arrived, too.
                 if (each.rank, each.ready) == (self._place.rank, ready):
                     return each
             time.sleep(_LOOKS_S)

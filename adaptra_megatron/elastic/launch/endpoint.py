@@ -183,6 +183,7 @@ class _Seats:
         Raises TamperedError if the entry is not sealed with the job's secret.
         """
         name = f"seats/{node_rank}/{turn}"
+        # Launchers may ask at once: the store's compare-and-set lets one of them write.
         found = self._records.put_once(name, wanted.encode()) if wanted else self._records.peek(name)
         return "" if found is None else found.decode()
 

@@ -53,6 +53,7 @@ def main(arguments: list[str]) -> None:
     """Run the guard process. `arguments`: as `ChildProcess` gives them."""
     groups: set[int] = set()
     with socket.socket(fileno=int(arguments[0])) as channel, channel.makefile() as lines:
+        # Until the end of file: the kernel closes the launcher's end of the channel, however the launcher ends.
         for line in lines:
             (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:

@@ -170,6 +170,7 @@ def read_arguments(arguments: Sequence[str], environment: Mapping[str, str]) -> 
             f"--nnodes {args.nnodes}: the number of hosts is fixed when the job starts; give one number, and --no-kill "
             "with --min-ranks for a job that goes on without some of its ranks"
         )
+    # A job of one host needs no port that others know, and with any free one it meets no other job of the host.
     alone = args.standalone or (nodes == 1 and not args.rdzv_endpoint and args.master_port is None)
     if alone:
         args.rdzv_id, args.rdzv_backend, args.rdzv_endpoint, nodes = str(uuid.uuid4()), "c10d", "localhost:0", 1
@@ -184,6 +185,7 @@ def read_arguments(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     assert isinstance(command, str)
     return LaunchSettings(
         nodes=nodes,
+        # torchrun, too, ignores --node-rank with c10d, and numbers hosts as they arrive (run.py, config_from_args).
         node_rank=args.node_rank if args.rdzv_backend == "static" else None,
         endpoint=_endpoint(config.rdzv_endpoint),
         policy=Policy(

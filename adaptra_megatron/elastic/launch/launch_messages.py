@@ -31,6 +31,7 @@ _MOST_NBYTES = 1 << 20
 """Maximum size of a record. torch's TCPStore allows 8 MiB, and closes the connection of a client that writes more."""
 DETAILS_NCHARS = 4096
 """Maximum length of a rank's own error text; the rest is cut."""
+# Endings with details, and endings of each rank, that a report keeps: 64 KiB of details at most.
 _DETAILED = 16
 _ENDINGS_PER_RANK = 4
 Record = TypeVar("Record")
@@ -90,6 +91,7 @@ class HostReport:
         """
         kept: list[RankEnding] = []
         count: Counter[int] = Counter()
+        # From the latest on, so that the limits drop the earliest.
         for each in reversed((*self.endings, *endings)):
             count[each.local_rank] += 1
             if count[each.local_rank] <= _ENDINGS_PER_RANK:

@@ -74,11 +74,13 @@ class Coordinator:
         `launch_messages.read`.
         """
         roster = self._roster
+        # Before the reports, which are read under the turn of the host that has each node rank now.
         self._look_for_replacements()
         for node_rank in range(self._nodes):
             report = read(self._store, host_key(node_rank, roster.turns.get(node_rank, 0)), HostReport)
             if report is not None:
                 roster.observe(node_rank, report, time.monotonic())
+        # Read until it is there: the layout is published once, and stays.
         self._takes_newcomers = self._takes_newcomers or self._records.layout() is not None
         if (stalled := self._records.stalled()) is not None:
             roster.stall(stalled)
@@ -95,6 +97,7 @@ class Coordinator:
             if roster.start is not None and before is None:
                 # After epoch 0 of the membership, which every rank reads when it starts.
                 write(self._store, START_KEY, roster.start)
+        # Also without news: launchers measure this coordinator's silence by its beat.
         self._beat += 1
         state = JobState(
             self._beat,
@@ -196,11 +199,13 @@ class LauncherLink:
             self._show(replace(self.view, node_rank=seat.node_rank, turn=seat.turn, port=seat.store.port))
             self._keep(mine, host_key(seat.node_rank, seat.turn), coordinator)
         except Exception as cause:
+            # Any error: this thread must not end unseen, as the main thread ends the ranks by the view's error.
             self._show(replace(self.view, error=str(cause).partition("\n")[0]))
 
     def _keep(self, store: SealedStore, key: str, coordinator: Coordinator | None) -> None:
         beat = 0
         while True:
+            # Before the report is taken: one that is given meanwhile then ends the wait below, and is written at once.
             self._said.clear()
             report, beat = self._report, beat + 1
             write(store, key, replace(report, beat=beat))
@@ -239,6 +244,7 @@ class Restarts:
 
         Returns None if it is not started again. `trained`: whether the process had been admitted to the job.
         """
+        # Only after training: on a broken host each process fails at once, and the pauses must grow.
         if trained:
             self._backoff.reset()
             if now_s - self._started_s >= HEALTHY_S:
@@ -308,13 +314,16 @@ class Launcher:
                 return self._leave(self._watch())
             finally:
                 if self._workers is not None:
+                    # `_leave` has left none running; some run only if this launcher has raised an error.
                     self._workers.end(signal.SIGKILL, 0.0, lambda: True)
                     self._workers.close()
 
     def _watch(self) -> LauncherVerdict:
         while True:
+            # Before the view is taken: one that comes meanwhile then ends the wait below.
             self._link.changed.clear()
             view = self._link.view
+            # Before the verdict, which sends this report as the last one of the host.
             if self._workers is not None and (endings := self._workers.poll()):
                 self._report = self._report.with_endings(endings)
                 self._link.say(self._report)
@@ -343,6 +352,7 @@ class Launcher:
                     *(ending.local_rank, ending.why, most, NO_NEWCOMERS),
                 )
                 continue
+            # `admitted` has only ranks that were started again. A first process (start 0) needed no admission.
             trained = view.state.admitted.get(_first_rank(view) + ending.local_rank, 0) == ending.start
             self._plan_restart(ending.local_rank, ending.why, trained=trained)
 
@@ -408,8 +418,10 @@ class Launcher:
             return LauncherVerdict(
                 1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error
             )
+        # Still without a seat: `take_seat` gives up after the join timeout.
         if view.node_rank is None:
             return None
+        # Also before the first state: a coordinator that never writes one is as silent.
         silent_s = self._silence.observe(view.state and view.state.beat, time.monotonic())
         timeout_s = self._settings.policy.heartbeat_timeout_s
         if silent_s > timeout_s:
@@ -453,6 +465,7 @@ class Launcher:
         # The store ends with node rank 0, so that launcher waits until the others have read the outcome.
         others_s = patience_s + self._settings.policy.heartbeat_timeout_s if self._link.view.node_rank == 0 else 0.0
         deadline_s = time.monotonic() + _SAID_S + others_s
+        # One more signal ends this wait, as a second Ctrl-C is meant to.
         pressed = len(self._signals)
         while not self._link.finish(POLL_S) and time.monotonic() < deadline_s and len(self._signals) == pressed:
             continue
@@ -473,6 +486,7 @@ class Launcher:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        # Noted only: the handler interrupts the main thread anywhere, and `_watch` acts within POLL_S.
         self._signals.append(signal.Signals(number))
 
 

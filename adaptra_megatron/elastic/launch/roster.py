@@ -168,6 +168,7 @@ class Roster:
         if len(live) < self._policy.min_ranks:
             text = f"{len(live)} ranks are left, fewer than the {self._policy.min_ranks} that the job goes on with"
             return LaunchOutcome(True, f"{text} (--min-ranks): {self._failures(self.membership.left)}")
+        # Without restarted ranks that wait: only ranks that train can admit them.
         training = set(live).difference(each.rank for each in arrived if not self.trains(each.rank))
         return None if training - self._finished().keys() else self._end(training)
 
@@ -209,6 +210,7 @@ class Roster:
                 if rank not in live or rank in self._done_before:
                     continue
                 # Others wait for one that stands still, so its work was not done even if it has ended with status 0.
+                # A reported ending goes before the silence of its host, since it names the cause.
                 if ending is not None and (ending.failed or rank in self.stalled):
                     before = f"{self.stalled.pop(rank)}, and " if rank in self.stalled else ""
                     self._details[rank] = _details(ending, report)

@@ -72,6 +72,8 @@ class Workers:
         self._arguments = {local: tuple(macros.substitute(list(tied), str(local))) for local in locals_}
         assert config.logs_specs is not None
         self._guard = Guard()
+        # torch's context starts the ranks and has their logs. Its `wait` is never called: it would end all ranks when
+        # one fails (multiprocessing/api.py, SubprocessContext._poll).
         context: Any = start_processes(
             name=config.role,
             entrypoint=sys.executable,
@@ -125,6 +127,7 @@ class Workers:
             START_VARIABLE: str(self._starts[local_rank]),
             "TORCHELASTIC_ERROR_FILE": self._file(self._context.error_files, local_rank),
         }
+        # By hand, as the context starts all ranks of the host or none (SubprocessContext._start).
         handler = get_subprocess_handler(
             sys.executable,
             self._arguments[local_rank],
@@ -190,6 +193,7 @@ class Workers:
     def _file(self, files: Mapping[int, str], local_rank: int) -> str:
         """Return the log file in `files` of a rank's latest process; "" if it has none."""
         file, start = files[local_rank], self._starts[local_rank]
+        # A new file: SubprocessHandler opens logs with "w", which would empty that of the process before.
         return f"{file}.again-{start}" if file and start > self._first_start else file
 
     def _details(self, local_rank: int, process_id: int, exit_code: int) -> str:
@@ -227,6 +231,7 @@ def environments_of(
         "ROLE_WORLD_SIZE": str(start.world_size),
         "MASTER_ADDR": endpoint.host,
         "MASTER_PORT": str(endpoint.port),
+        # torchrun counts restarts of all ranks together, and here ranks are started again one by one (START_VARIABLE).
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": config.run_id,
