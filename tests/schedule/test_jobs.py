@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference_simulator import random_costs
 
 from adaptra_megatron.schedule.classic import gpipe, one_f_one_b, zb_h1
-from adaptra_megatron.schedule.costs import CostError, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.jobs.job_costs import (
     JobCosts,
     LinkChange,
@@ -27,6 +27,7 @@ from adaptra_megatron.schedule.jobs.job_simulation import (
     find_cause,
     iteration_s,
     job_bound,
+    simple_bound_s,
     simulate_job,
 )
 from adaptra_megatron.schedule.planner import plan
@@ -210,6 +211,22 @@ def test_online_dispatch_of_a_job_is_that_of_each_replica(job: JobCosts) -> None
     assert found.pipelines_s == tuple(simulation.makespan_s for simulation in alone)
     assert found.peak_in_flight == tuple(map(max, zip(*(a.peak_in_flight for a in alone), strict=True)))
     assert found.makespan_s >= job_bound(job).seconds * (1 - 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs=random_costs(max_stages=4, max_micro_batches=6, max_chunks=2, whole=True, varied=True), data=st.data())
+def test_bounds_of_a_job_hold_for_uneven_micro_batches(costs: Costs, data: st.DataObject) -> None:
+    sync_s = data.draw(st.lists(st.floats(0.0, 0.2), min_size=costs.stages, max_size=costs.stages))
+    costs = dataclasses.replace(costs, max_in_flight=())
+    job = JobCosts(costs, gradient_sync_s=sync_s)
+    orders = [
+        gpipe(costs.stages, costs.micro_batches, chunks=costs.chunks),
+        *(plan(costs, deadline_s=0.0, split=split).schedule for split in (False, True)),
+        None,
+    ]
+    least_s = min(simulate_job(order, job).makespan_s for order in orders)
+    assert simple_bound_s(costs, sync_s) <= least_s * (1 + 1e-9)
+    assert job_bound(job).seconds <= least_s * (1 + 1e-9)
 
 
 @settings(max_examples=25, deadline=None)

@@ -175,23 +175,34 @@ def hardest_first(job: JobCosts) -> list[ReplicaGroup]:
 
 
 def simple_bound_s(costs: Costs, gradient_sync_s: Sequence[float]) -> float:
-    """Return the time of the first micro-batch's way to a stage, plus all its work and its synchronisation, at the
-    worst stage.
+    """Return the least time of a micro-batch's way to a stage, plus all work of that stage and its synchronisation, at
+    the worst stage.
+
+    Micro-batches may differ: any may be the first at a stage, and each runs the shorter of its whole and split
+    backwards.
     """
-    way_s = worst_s = 0.0
+    # Of equal micro-batches, one stands for all.
+    one = costs if costs.micro_batch_factors else dataclasses.replace(costs, micro_batches=1)
+    repeats, worst_s = costs.micro_batches // one.micro_batches, 0.0
+    ways_s = [0.0] * one.micro_batches
     places = costs.placement.places
     for place, following in zip(places, (*places[1:], None), strict=True):
         stage, chunk = place
         if chunk > 0:
             break
-        split_s = map(sum, zip(costs.backward_input_s[stage], costs.backward_weight_s[stage], strict=True))
-        backward_s = sum(map(min, split_s, costs.whole_backward_s[stage]))
-        work_s = costs.micro_batches * (sum(costs.forward_s[stage]) + backward_s)
-        worst_s = max(worst_s, (way_s + work_s + gradient_sync_s[stage]) * (1.0 - _ROUNDING))
-        way_s += costs.forward_s[stage][chunk]
-        if following is not None:
-            way_s += costs.link(stage, following.stage).transfer_s
+        work_s = repeats * math.fsum(_least_work_s(one, stage, each) for each in range(costs.chunks))
+        worst_s = max(worst_s, (min(ways_s) + work_s + gradient_sync_s[stage]) * (1.0 - _ROUNDING))
+        link_s = 0.0 if following is None else costs.link(stage, following.stage).transfer_s
+        forward_s = one.micro_batch_s("forward_s", stage, chunk)
+        ways_s = [way_s + each_s + link_s for way_s, each_s in zip(ways_s, forward_s, strict=True)]
     return worst_s
+
+
+def _least_work_s(costs: Costs, stage: int, chunk: int) -> float:
+    """Return the least seconds of a chunk's forwards and backwards of all micro-batches."""
+    names = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
+    each_s = zip(*(costs.micro_batch_s(name, stage, chunk) for name in names), strict=True)
+    return math.fsum(forward_s + min(input_s + weight_s, whole_s) for forward_s, input_s, weight_s, whole_s in each_s)
 
 
 def _suspects(costs: Costs, usual: Costs) -> Iterable[tuple[float, str, Costs]]:

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.schedule.jobs.job_planner import plan_job
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, seconds_of_cells
+from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
 from adaptra_megatron.tools.recordings.reading import read_recording
 from adaptra_megatron.tools.replay.analysis import analyse
 from adaptra_megatron.tools.replay.analysis_wording import headline
@@ -26,3 +30,20 @@ def test_a_production_job_is_replayed_and_its_straggler_named() -> None:
     assert max(analysis.slowness.values()) < 1.05
     assert found.last_stage_share > 1.0
     assert "exchange" not in {remedy.key for remedy in analysis.remedies.rows}
+
+
+def test_a_plan_of_the_recorded_costs_is_no_faster_than_their_bound() -> None:
+    pytest.importorskip("pyarrow")
+    found = plan_job(read_given(TRACE).job)
+    assert found.lower_bound.seconds <= found.simulation.makespan_s * (1 + 1e-9)
+
+
+def test_long_micro_batches_of_a_recording_make_no_cell_slow() -> None:
+    pytest.importorskip("pyarrow")
+    slowness = analyse(read_recording(TRACE)).slowness
+    routed = RoutedCosts(job=read_given(TRACE).job)
+    for name in ("forward_s", "backward_input_s", "backward_weight_s"):
+        first, *others = seconds_of_cells(routed.replicas, name)
+        for replica, row in enumerate(others, start=1):
+            pace = [slowness[Cell(replica, stage)] / slowness[Cell(0, stage)] for stage in range(routed.stages)]
+            assert [a / b for a, b in zip(row, first, strict=True)] == pytest.approx(pace)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.schedule.costs import CostError, Costs
+from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.jobs.job_costs import (
     JobCosts,
@@ -450,20 +450,9 @@ def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> Plan
     if doubt:
         raise InputError(f"{path} is not understood, so no costs are taken from it: {doubt}")
     held = max(peak_in_flight(found.schedule, 0.0))
-    base, *others = (capped(costs, held) for costs in found.replicas)
-    job = job_of([base, *map(_around_means, others)])
+    # As they are: their tables hold how fast cells are, their factors how long micro-batches are.
+    job = job_of([capped(costs, held) for costs in found.replicas])
     return PlanInput(name=str(path), job=job, order=found.schedule)
-
-
-def _around_means(costs: Costs) -> Costs:
-    """Return the same seconds of each micro-batch, in tables of means."""
-    stages, chunks = range(costs.stages), range(costs.chunks)
-    return costs.with_micro_batches(
-        {
-            name: tuple(tuple(costs.micro_batch_s(name, stage, chunk) for chunk in chunks) for stage in stages)
-            for name in costs.micro_batch_factors
-        }
-    )
 
 
 def _refuse_number(number: int | None, name: str) -> None:
