@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 def _split(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
-    # `forward` says how many gradients a backward returns: one for each parameter, and 0.19 has more than before.
     return runtime.weight_gradients.wrap(stock, LinearWithGradAccumulationAndAsyncCommunication.forward)
 
 

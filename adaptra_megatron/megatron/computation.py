@@ -130,7 +130,9 @@ class MegatronComputation:
             call.config,
             cp_group_size=call.groups.cp.size(),
             collect_non_loss_data=call.collect_non_loss_data,
+            # Stock sets it for num_microbatches_with_partial_activation_checkpoints, which is refused.
             checkpoint_activations_microbatch=None,
+            # Of the chunk, in the order that it runs: Transformer Engine casts weights to FP8 at the first forward.
             is_first_microbatch=schedules.check_first_val_step(call.first_val_step, call.forward_only, first),
             current_microbatch=number,
             vp_stage=chunk if call.interleaved else None,

@@ -93,6 +93,8 @@ def finish_gradients(call: PipelineCall, tokens: torch.Tensor, embedding: Any, *
 
 def _divide_by_tokens(call: PipelineCall, tokens: torch.Tensor) -> None:
     """Do the last step of finalize_model_grads: divide by the tokens of the last stage's live cells."""
+    # Stock broadcasts along each pipeline, then sums over each stage's replicas (finalize_model_grads). With dead cells
+    # stages differ in replicas, and the sum of a stage would miss some: it comes first, at the last stage.
     if call.holds_last_stage:
         dist.all_reduce(tokens, group=call.groups.dp_cp)
     dist.broadcast(tokens, src=dist.get_process_group_ranks(call.pipeline_group)[-1], group=call.pipeline_group)

@@ -92,6 +92,7 @@ class OrderGuard:
 
 def _frames_of_action() -> Iterator[FrameType]:
     """Iterate over stack frames from the collective's caller up to the action, innermost first."""
+    # Above this generator are `_check`, the replacement of the method, and then its caller.
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals.get("__name__") != SurroundedComputation.__module__:
         yield frame

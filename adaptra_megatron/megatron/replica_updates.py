@@ -185,6 +185,7 @@ class ReplicaUpdates:
             self._stepped = stock()
         device = _device(self._model)
         if device.type == "cuda":
+            # From `reached` on the log's thread may send these parameters to a replica that missed the update.
             torch.cuda.current_stream(device).synchronize()
         assert self._log is not None
         self._log.reached(self._iteration)
@@ -218,6 +219,7 @@ class ReplicaUpdates:
             losses = run()
         device = _device(self._model)
         if device.type == "cuda":
+            # Times of replicas are compared, so this one has to include its kernels.
             torch.cuda.current_stream(device).synchronize()
         gradient = Gradient(computing_s(begun_s), _square(buffers(self._model)), self._update_square)
         self._update_square = None
@@ -254,6 +256,8 @@ class ReplicaUpdates:
         self._replicas, self._index = len(ranks), ranks.index(rank)
         self._sums = Peers.meet(control, "updates", ranks, rank, timeout_s, _device(self._model))
         self._states = Peers.meet(control, "states", ranks, rank, timeout_s, torch.device("cpu"))
+        # Without local synchronization new_group would wait for all ranks of the job, which make groups of their own
+        # here.
         self._alone = dist.new_group([rank], use_local_synchronization=True)
         self._log = UpdateLog(
             control,

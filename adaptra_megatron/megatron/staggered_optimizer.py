@@ -173,6 +173,7 @@ class StaggeredOptimizer:
             if self._taken is not None:
                 _step_again(self._taken)
                 self._taken = None
+            # The last stage takes no step early. One of its ranks speaks for the job.
             elif torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
                 logger.info(
                     "--adaptra-staggered-optimizer: gradients had to be clipped (norm above --clip-grad) after stages "
@@ -182,6 +183,7 @@ class StaggeredOptimizer:
 
     def _step_early(self, optimizer: Any) -> Stepped:
         optimizer.prepare_grads()
+        # The norm first: it is summed over the job while the state is copied and the step taken.
         norm = PendingNorm(optimizer)
         undo = StepUndo(optimizer.chained_optimizers) if optimizer.config.clip_grad > 0.0 else None
         self._taken = _Taken(optimizer, norm, undo)

@@ -82,6 +82,7 @@ class GradientReduction:
         if replicas.size() == 1:
             stock(bucket_group, *given, **keywords)
             return
+        # As stock: in the first iteration finish_grad_sync starts each group, also one that is started already.
         if bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None:
             return
         assert bucket_group.grad_reduce_handle is None, "two reductions of a bucket group at once"
@@ -89,6 +90,7 @@ class GradientReduction:
         if sharded:
             with one_instance(bucket_group):
                 stock(bucket_group, *given, **keywords)
+            # The sum over instances needs the sum within this one: the task waits for it, not this thread.
             reduced, bucket_group.grad_reduce_handle = bucket_group.grad_reduce_handle, None
             values = _shards(bucket_group)
         else:
@@ -96,6 +98,7 @@ class GradientReduction:
             prepare_gradients(bucket_group)
             values = [bucket.grad_data for bucket in bucket_group.buckets]
         group = self._group(replicas, values[0].device)
+        # In stock ReduceOp.AVG divides then; otherwise the scaling factor of the gradients has the divisor.
         divisor = replicas.size() if settings.average_in_collective else 1
         task = functools.partial(_reduce, group.sums, values, group.place(bucket_group), divisor, reduced)
         if settings.overlap_grad_reduce:
@@ -161,6 +164,7 @@ def _summed_over(bucket_group: Any) -> Any:
 def one_instance(bucket_group: Any) -> Iterator[None]:
     """Make Megatron reduce within one instance of the distributed optimizer, as if there were no others."""
     settings = bucket_group.ddp_config
+    # A copy: the bucket groups of a chunk share their settings.
     bucket_group.ddp_config = dataclasses.replace(settings, num_distributed_optimizer_instances=1)
     try:
         yield

@@ -63,6 +63,7 @@ class GradientSync:
 
     def before_last_backward(self, chunk: int) -> None:
         """Call before the whole backward that completes the gradients of `chunk`: its hooks start the reduction."""
+        # With a grad_sync_func stock calls that, and enables no hooks (schedules.py, backward_step_helper).
         if self._grad_sync is None and self._by_hooks:
             self.enable()
             self._synchronized.add(chunk)
@@ -78,6 +79,7 @@ class GradientSync:
     def finish(self) -> None:
         """Start all remaining reductions, in finalize_model_grads at the latest. Call it after the last action."""
         self.enable()
+        # In the order of turns, which all replicas share: reductions are collectives over them.
         for chunk in (*self._turns, *range(len(self._model_chunks))):
             if chunk not in self._synchronized:
                 self._synchronize(chunk)
@@ -115,6 +117,7 @@ class ParameterSync:
         interleaved = len(model_chunks) > 1
         self._param_sync = _per_chunk(config.param_sync_func, len(model_chunks)) if interleaved else None
         self._started = 0
+        # As stock, which gathers for the first two chunks before the first forward.
         self._start_through(1)
 
     def before_forward(self, chunk: int) -> None:

@@ -225,12 +225,14 @@ class WeightGradientQueue:
 
     def wrap(self, stock: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the `stock` backward of an autograd function: it stays stock's while nothing is collected."""
+        # A backward returns one gradient for each input of the forward, after `ctx`; 0.19 has more inputs.
         results = len(inspect.signature(forward).parameters) - 1
 
         def split(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             gradients = self._input_gradient(ctx, grad_output)
             return (*gradients, *[None] * (results - len(gradients)))
 
+        # As stock decorates its backward: with autocast as in the forward.
         input_gradient = self._layers.custom_bwd(split)
 
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:

@@ -126,10 +126,13 @@ class ShardCopy:
         self._group.holders = holders_of(layout, self._group.ranks)
         self._place = self._group.holders.index(self._group.place)
         """Index of the owner in the group."""
+        # Not by its constructor, whose arguments differ by optimizer: all but groups and state is this rank's own.
         inner = object.__new__(type(own.optimizer))
         inner.__dict__.update(own.optimizer.__dict__)
         inner.state, inner.param_groups = defaultdict(dict), made_with.groups
         parameters = [each for group in made_with.groups for each in group["params"] if hasattr(each, "main_param")]
+        # Stock's constructor points `main_param` of the model's parameters at its own shard (distrib_optimizer.py,
+        # _build_model_and_main_param_groups): it is set back below.
         main = [each.main_param for each in parameters]
         with self._group.seen_as(self._place):
             self.other: Any = stock(inner, *made_with.given, **made_with.keywords)
@@ -139,6 +142,7 @@ class ShardCopy:
             self._fill()
         self._shared = {each: getattr(each, "shared", False) for each in _parameters(inner)}
         self._count(False)
+        # One inner optimizer steps both shards, so no setting and no count of steps can differ between them.
         for group, more in zip(own.optimizer.param_groups, inner.param_groups, strict=True):
             group["params"] = [*group["params"], *more["params"]]
         own.optimizer.state.update(inner.state)

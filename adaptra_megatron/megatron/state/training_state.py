@@ -121,6 +121,7 @@ class StateReceiver:
         packet = torch.empty(int(size), dtype=torch.uint8)
         self.tensor(packet)
         self._compare()
+        # After the comparison: before it, the bytes may come from anywhere.
         return torch.load(io.BytesIO(packet.numpy().tobytes()), weights_only=True)
 
     def tensor(self, tensor: torch.Tensor) -> None:
