@@ -10,7 +10,7 @@ model and of its optimizer lives, the rest must come to the same losses and para
 and say why.
 
 In many of the runs ranks that have died are started again, and from a random iteration on each waits until all stand
-ready. Ranks die again there, and as others are admitted: newcomers, those that admit them, the one that sends the
+ready. Ranks die again there, and as others are admitted: rejoining ranks, those that admit them, the one that sends the
 state. In the end all are in place, but for those that died in the last iterations, with the same numbers.
 
 In most runs collectives, requests to the job's store, starts of threads and messages are late at random, many a little
@@ -51,7 +51,7 @@ class Tally:
     redone_s: list[float] = field(default_factory=list)
     """See `pauses_s`."""
     admitted_s: list[float] = field(default_factory=list)
-    """For how long the others waited for newcomers."""
+    """For how long the others waited for rejoining ranks."""
     problems: list[str] = field(default_factory=list)
     """Each with the run that it is of, whose logs are kept."""
     wrong: int = 0

@@ -59,7 +59,7 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
 
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
 
-        for name, value in (runtime.feature(FaultTolerance).take_place() or {}).items():
+        for name, value in (runtime.feature(FaultTolerance).rejoin() or {}).items():
             setattr(get_args(), name, value)
         return stock(*given, **keywords)
 

@@ -25,7 +25,7 @@ modules with the names of Python's own.
 
 ENDED_S = 5.0
 """How long a killed process may take to end, in seconds. One that waits for a dead disk or device may never end."""
-UNHEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that schedulers and terminals send to all processes of a job: the training process decides what follows."""
 
 
@@ -58,7 +58,7 @@ class ChildProcess:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
         root = str(Path(adaptra_megatron.__file__).parents[1])
         program = _PROGRAM.format(module=module)
-        with theirs, _blocked(UNHEARD):
+        with theirs, _blocked(BLOCKED_SIGNALS):
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program, root, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],

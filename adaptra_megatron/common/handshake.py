@@ -298,12 +298,12 @@ class Acceptor:
             # handshake proceeds.
             await asyncio.sleep(0)
 
-    def _make_room(self, newcomer: str) -> None:
-        by_source: dict[str, list[asyncio.Task[None]]] = defaultdict(list, {newcomer: []})
+    def _make_room(self, source_of_new: str) -> None:
+        by_source: dict[str, list[asyncio.Task[None]]] = defaultdict(list, {source_of_new: []})
         for task, source in self._unproven.items():
             by_source[source].append(task)
-        # The newcomer's own source counts one more: a flood drops its own connections, not those of other hosts.
-        crowd = max(by_source, key=lambda source: len(by_source[source]) + (source == newcomer))
+        # The new connection's own source counts one more: a flood drops its own connections, not those of other hosts.
+        crowd = max(by_source, key=lambda source: len(by_source[source]) + (source == source_of_new))
         dropped = random.choice(by_source[crowd])
         del self._unproven[dropped]
         dropped.cancel()

@@ -54,15 +54,15 @@ class StartupFailureMonitor:
             return
 
 
-_ROLL_CALL_LOOKS_S = 0.1
+_RESPONSE_POLL_S = 0.1
 
 
-def is_called(store: SealedStore) -> bool:
+def is_requested(store: SealedStore) -> bool:
     """Return whether a rank has requested a liveness check in the generation of `store`."""
     return store.peek("called") is not None
 
 
-def answer_roll(
+def answer_liveness_check(
     store: SealedStore,
     layout: JobLayout,
     live: frozenset[int],
@@ -84,7 +84,7 @@ def answer_roll(
             return None
         if time.monotonic() - begun_s > timeout_s:
             break
-        time.sleep(_ROLL_CALL_LOOKS_S)
+        time.sleep(_RESPONSE_POLL_S)
         answers = store.add("answers", 0)
     else:
         return None

@@ -48,7 +48,7 @@ from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 _CONNECT_S, _SEEN_S, _LOOKS_S = 60.0, 60.0, 0.1
 
 
-def refuse_newcomer(reroute: str, environment: Mapping[str, str] = os.environ) -> None:
+def refuse_restarted(reroute: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UnrecoverableError in a restarted rank if `reroute` (--adaptra-reroute) does not let ranks rejoin."""
     if environment.get(START_VARIABLE):
         raise UnrecoverableError(
@@ -57,7 +57,7 @@ def refuse_newcomer(reroute: str, environment: Mapping[str, str] = os.environ) -
         )
 
 
-def place_to_take(environment: Mapping[str, str] = os.environ) -> Departure | None:
+def departure_to_replace(environment: Mapping[str, str] = os.environ) -> Departure | None:
     """Return the departure of this process's rank if the rank was restarted; None in the rank's first process.
 
     Raises UnrecoverableError if the launcher does not report the rank's departure in time, RuntimeError if the store
@@ -92,9 +92,9 @@ def live_groups(config: AdaptraConfig) -> FaultTolerantGroups | None:
     restarted rank that cannot rejoin.
     """
     if not config.is_fault_tolerant:
-        refuse_newcomer(config.reroute)
+        refuse_restarted(config.reroute)
         return None
-    groups = FaultTolerantGroups(place := place_to_take())
+    groups = FaultTolerantGroups(place := departure_to_replace())
     groups.install()
     if place is None:
         groups.early_watch = StartupFailureMonitor()

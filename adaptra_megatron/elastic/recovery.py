@@ -34,7 +34,7 @@ from adaptra_megatron.elastic.failure_errors import (
 )
 from adaptra_megatron.elastic.generation import RESTART, Generation, live_ranks
 from adaptra_megatron.elastic.job_abort import check_abort, publish_error, publish_finished
-from adaptra_megatron.elastic.membership_watch import MembershipWatch, answer_roll, is_called
+from adaptra_megatron.elastic.membership_watch import MembershipWatch, answer_liveness_check, is_requested
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups, interruptible
 from adaptra_megatron.elastic.protocol import (
     Answer,
@@ -73,7 +73,7 @@ logger = logger_of(__name__)
 
 Result = TypeVar("Result")
 
-_HEED_S = 0.2
+_ABORT_POLL_S = 0.2
 """Interval at which a rank in a meeting checks for an error that ends the job."""
 _WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
 """Phases in which a rank learns whether the rejoining ranks take part."""
@@ -127,7 +127,7 @@ class RecoveryManager:
         self._cause: Exception = RuntimeError()
         """The last error that interrupted this rank."""
         self._patience = Patience()
-        self._heeded_s = time.monotonic()
+        self._abort_checked_s = time.monotonic()
         self._begun_s = 0.0
         """When the last change of generation began for this rank."""
         self._struck_s: float | None = None
@@ -148,13 +148,13 @@ class RecoveryManager:
         """Sends this rank's state to the rejoining ranks of a generation: see `enable_rejoin`. None: no rank can
         rejoin.
         """
-        self._roll: tuple[Generation, SealedStore] | None = None
+        self._liveness: tuple[Generation, SealedStore] | None = None
         """The present generation and its store of liveness checks, for the watch's thread."""
-        self._called: Generation | None = None
+        self._requested: Generation | None = None
         """The last generation with a liveness check."""
         self._swallowed, self._owner = SwallowedErrors(), OwningProcess()
         # From here on its thread calls `_changed`, which reads the attributes above.
-        self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
+        self._watch = MembershipWatch(records, self._changed, self._look_for_liveness_check)
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         groups.begin(layout, self._control_of(self.generation), self._go_on)
         if joined is not None:
@@ -374,7 +374,7 @@ class RecoveryManager:
         if rank.phase is Phase.AWAITING_FATE:
             self.check()
             return
-        self._heed_now_and_then()
+        self._check_abort_by_interval()
         if newest is not None and rank.is_struck_by(newest):
             raise EpochEndedError("a rank has failed while others met")
         if rank.phase is not Phase.COUNTING:
@@ -529,25 +529,25 @@ class RecoveryManager:
         """
         membership = self._wait_for_change(tried)
         if membership is None and self._stalled_are_ended():
-            membership = self._wait_for_change(tried, roll_called=True)
-        self._heed_last_word()
+            membership = self._wait_for_change(tried, checked=True)
+        self._check_abort()
         if membership is None:
             self.end_with(self._cause)
             raise self._cause
         return membership
 
-    def _wait_for_change(self, tried: frozenset[int], *, roll_called: bool = False) -> Membership | None:
+    def _wait_for_change(self, tried: frozenset[int], *, checked: bool = False) -> Membership | None:
         """Return the membership that `_await_change` waits for; None if there is none within the patience.
 
-        Returns None early once a liveness check begins, unless one had begun before (`roll_called`).
+        Returns None early once a liveness check begins, unless one had begun before (`checked`).
         """
         # A broken connection shows in milliseconds; the launcher needs longer to see a process end, or a host fall
         # silent.
         deadline_s, known = time.monotonic() + self._patience_s, -1
-        while (left_s := deadline_s - time.monotonic()) > 0 and (roll_called or self._called is not self.generation):
-            membership = self._watch.wait_beyond(known, min(left_s, _HEED_S))
+        while (left_s := deadline_s - time.monotonic()) > 0 and (checked or self._requested is not self.generation):
+            membership = self._watch.wait_beyond(known, min(left_s, _ABORT_POLL_S))
             if membership is None:
-                self._heed_last_word()
+                self._check_abort()
                 continue
             if self._live(membership) != tried:
                 return membership
@@ -555,13 +555,13 @@ class RecoveryManager:
             known = membership.epoch
         return None
 
-    def _look_for_roll_call(self) -> None:
+    def _look_for_liveness_check(self) -> None:
         """Interrupt the training thread once another rank has requested a liveness check. In the watch's thread."""
         generation = self.generation
-        if self._roll is None or self._roll[0] is not generation:
-            self._roll = generation, self._control_of(generation).client("roll call")
-        if self._called is not generation and is_called(self._roll[1]):
-            self._called = generation
+        if self._liveness is None or self._liveness[0] is not generation:
+            self._liveness = generation, self._control_of(generation).client("liveness check")
+        if self._requested is not generation and is_requested(self._liveness[1]):
+            self._requested = generation
             self._interrupt()
 
     def _stalled_are_ended(self) -> bool:
@@ -569,12 +569,14 @@ class RecoveryManager:
         generation, rank = self.generation, self._layout.rank
 
         def known() -> bool:
-            self._heed_last_word()
+            self._check_abort()
             newest = self._watch.newest
             return newest is not None and self._live(newest) != generation.live
 
-        with self._control_of(generation).lent("roll call", self._timeout_s) as store:
-            stalled = answer_roll(store, self._layout, generation.live, generation.admitted, self._timeout_s, known)
+        with self._control_of(generation).lent("liveness check", self._timeout_s) as store:
+            stalled = answer_liveness_check(
+                store, self._layout, generation.live, generation.admitted, self._timeout_s, known
+            )
         if stalled is not None and rank == min(generation.live.difference(stalled.ranks)):
             self._watch.report(stalled)
         return stalled is not None or known()
@@ -595,12 +597,12 @@ class RecoveryManager:
             )
             raise JobLostError(f"all ranks that held the optimizer's state of {held} have failed: {RESTART}")
 
-    def _heed_now_and_then(self) -> None:
-        if time.monotonic() - self._heeded_s > _HEED_S:
-            self._heed_last_word()
-            self._heeded_s = time.monotonic()
+    def _check_abort_by_interval(self) -> None:
+        if time.monotonic() - self._abort_checked_s > _ABORT_POLL_S:
+            self._check_abort()
+            self._abort_checked_s = time.monotonic()
 
-    def _heed_last_word(self) -> None:
+    def _check_abort(self) -> None:
         check_abort(self._store, self._layout.name(self._layout.rank))
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -24,7 +24,7 @@ from adaptra_megatron.elastic.protocol_store import Word, said_by_one
 from adaptra_megatron.elastic.recovery import RankFailure, RecoveryManager
 from adaptra_megatron.elastic.rejoin import JoinResult, RejoiningRank, Return
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
-from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, take_place
+from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, rejoin_job
 from adaptra_megatron.engine.rerouting.rerouting import Rerouting
 from adaptra_megatron.engine.training_job import Job, JobEntry
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
@@ -79,18 +79,18 @@ class FaultTolerance(EngineFeature):
         self._recoveries.append(Recovery(pipeline, self))
         return self._recoveries[-1]
 
-    def take_place(self) -> Mapping[str, Any] | None:
+    def rejoin(self) -> Mapping[str, Any] | None:
         """Rejoin the job if this process replaces a failed rank. Called before data are read for the first iteration.
 
         Returns the other ranks' progress, once this process has their parameters and optimizer state; None if it
-        replaces no rank, or has rejoined already. `training` must be set. Raises the errors of `rejoining.take_place`.
+        replaces no rank, or has rejoined already. `training` must be set. Raises the errors of `rejoining.rejoin_job`.
         """
         place = self.groups.place
         if place is None or self.training is None or self.joining is not None:
             return None
         records = MembershipRecords.of_rank(CONNECT_S)
-        newcomer = RejoiningRank(place, records, self._config.timeout_s, self.settings)
-        self.joining, progress = take_place(newcomer, self.training)
+        rejoining = RejoiningRank(place, records, self._config.timeout_s, self.settings)
+        self.joining, progress = rejoin_job(rejoining, self.training)
         return progress
 
     def save(self, write: Callable[[], Any]) -> Any:

@@ -154,9 +154,9 @@ def make_features(
     else:
         features.append(EngineFeature(EndedJob))
         if os.environ.get(START_VARIABLE):
-            from adaptra_megatron.elastic.process_group_manager import refuse_newcomer
+            from adaptra_megatron.elastic.process_group_manager import refuse_restarted
 
-            refuse_newcomer(config.reroute)
+            refuse_restarted(config.reroute)
     features += [SplitEngineLayers(queue), EngineFeature(GuardedOrder)]
     if decorate is not None:
         features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))

@@ -74,7 +74,7 @@ class HandOverLateError(RejoiningLateError):
 
 
 class Training(NamedTuple):
-    """Model, optimizer and iterators of a training script, for `hand_over` and `take_place`."""
+    """Model, optimizer and iterators of a training script, for `hand_over` and `rejoin_job`."""
 
     model: Sequence[Any]
     """Model chunks."""
@@ -111,7 +111,7 @@ def joined_job(joined: JoinResult, timeout_s: float) -> Job:
 class Joining(NamedTuple):
     """State of the job in a rejoining process, before its first iteration."""
 
-    newcomer: RejoiningRank
+    rejoining: RejoiningRank
     joined: JoinResult
     counters: Counters
     running: Decision
@@ -120,15 +120,15 @@ class Joining(NamedTuple):
     @property
     def job(self) -> Job:
         """Job as the process's pipeline sees it."""
-        return joined_job(self.joined, self.newcomer.timeout_s)
+        return joined_job(self.joined, self.rejoining.timeout_s)
 
     def check(self) -> None:
         """See `RejoiningRank.check`."""
-        self.newcomer.check(self.joined)
+        self.rejoining.check(self.joined)
 
     def meet(self) -> None:
         """See `RejoiningRank.meet`."""
-        self.newcomer.meet(self.joined)
+        self.rejoining.meet(self.joined)
 
 
 class RejoiningEntry(JobEntry):
@@ -150,7 +150,7 @@ class RejoiningEntry(JobEntry):
 
     def wait(self, wait: Callable[[], Result], what: str) -> Result:
         """See JobEntry. Raises the errors of `Joining.check` if other ranks of the cell fail before they come."""
-        return interruptible(wait, self._joining.check, self._joining.newcomer.timeout_s, what)
+        return interruptible(wait, self._joining.check, self._joining.rejoining.timeout_s, what)
 
 
 class Handing(NamedTuple):
@@ -472,19 +472,19 @@ class _Channel:
         return True
 
 
-def take_place(newcomer: RejoiningRank, training: Training) -> tuple[Joining, Mapping[str, Any]]:
+def rejoin_job(rejoining: RejoiningRank, training: Training) -> tuple[Joining, Mapping[str, Any]]:
     """Wait for admission to the job and receive its state; return the state and the training's progress.
 
     Raises the errors of `RejoiningRank.stand_ready` and `take_over`, and EpochEndedError if another rank fails
     meanwhile.
     """
-    layout = newcomer.layout
+    layout = rejoining.layout
     for optimizer in training.optimizers:
         if getattr(optimizer, "shard_group", None) is not None:
             # Without `fill`, which is collective: the other members are training. The copy's contents come with the
             # state.
             optimizer.hold_copy(layout, fill=False)
-    joined = newcomer.stand_ready()
+    joined = rejoining.stand_ready()
     begun_s = time.monotonic()
     progress, counters, running = interruptible(
         functools.partial(
@@ -494,11 +494,11 @@ def take_place(newcomer: RejoiningRank, training: Training) -> tuple[Joining, Ma
             joined.control.in_generation(joined.generation.id),
             joined.generation,
             joined.before,
-            newcomer.timeout_s,
+            rejoining.timeout_s,
         ),
-        functools.partial(newcomer.check, joined),
-        newcomer.timeout_s,
+        functools.partial(rejoining.check, joined),
+        rejoining.timeout_s,
         "the state of the job",
     )
     logger.info("%s: has the state of the job after %.2f s", layout.name(layout.rank), time.monotonic() - begun_s)
-    return Joining(newcomer, joined, counters, running), progress
+    return Joining(rejoining, joined, counters, running), progress

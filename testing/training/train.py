@@ -120,7 +120,7 @@ class Trainer:
     def run(self) -> None:
         """Train up to --train-iters, with evaluations, checkpoints and logs; fill `result`."""
         args = self.args
-        self._take_place()
+        self._rejoin()
         iterators = self._iterators(self.training_data, self.iteration * args.global_batch_size)
         for chunk in self.model:
             chunk.train()
@@ -150,7 +150,7 @@ class Trainer:
         if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):
             self._save()
 
-    def _take_place(self) -> None:
+    def _rejoin(self) -> None:
         """Rejoin the job if this process replaces a failed rank."""
         if self._runtime is None or self.args.adaptra_reroute not in ("failures", "all"):
             return
@@ -165,7 +165,7 @@ class Trainer:
             lambda: {"iteration": self.iteration},
             settings_of(self.args),
         )
-        if (progress := feature.take_place()) is not None:
+        if (progress := feature.rejoin()) is not None:
             self.iteration = progress["iteration"]
 
     def _train_step(self, iterators: Any) -> Any:

@@ -37,7 +37,7 @@ _RETRY_S = 0.2
 _ATTEMPT_S = 5.0
 _DECLARED = 1.5
 """Multiple of --heartbeat-timeout within which a host that is gone counts as dead."""
-NO_NEWCOMERS = (
+NO_REJOINING = (
     "ranks that are started again are admitted where all run with --adaptra-reroute failures or all, from the job's "
     "first iteration on; else start the job again from its last checkpoint"
 )
@@ -148,10 +148,10 @@ class _Seats:
                 continue
             before = read(self._records, host_key(node, turn - 1), HostReport)
             assert before is not None
-            if not state.takes_newcomers:
+            if not state.admits_restarted:
                 raise EndpointError(
                     f"host {before.host} (node rank {node} of {self._job}) is gone, and no other can take its place: "
-                    f"{NO_NEWCOMERS}"
+                    f"{NO_REJOINING}"
                 )
             if before.nproc != nproc:
                 raise EndpointError(

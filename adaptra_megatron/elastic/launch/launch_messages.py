@@ -131,7 +131,7 @@ class JobState:
     """Node ranks that other hosts may take: of hosts that are lost or have left, except node rank 0."""
     turns: Mapping[int, int] = field(default_factory=dict)
     """Turn of each node rank that another host has taken: launchers of earlier turns, if alive, end their ranks."""
-    takes_newcomers: bool = False
+    admits_restarted: bool = False
     """True if restarted ranks can rejoin: the job survives rank failures, and has begun an iteration."""
     admitted: Mapping[int, int] = field(default_factory=dict)
     """Restarted ranks that have been admitted, and how often each had been started before."""

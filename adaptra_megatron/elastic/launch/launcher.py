@@ -22,7 +22,7 @@ from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, launch_store
 from adaptra_megatron.common.sealed_store import SealedStore
-from adaptra_megatron.elastic.launch.endpoint import NO_NEWCOMERS, Endpoint, take_seat
+from adaptra_megatron.elastic.launch.endpoint import NO_REJOINING, Endpoint, take_seat
 from adaptra_megatron.elastic.launch.launch_arguments import LaunchSettings
 from adaptra_megatron.elastic.launch.launch_messages import (
     BEAT_S,
@@ -52,7 +52,7 @@ class Coordinator:
         self._store, self._nodes, self._beat = store, nodes, 0
         self._records = MembershipRecords(store)
         self._roster = Roster(nodes, policy, time.monotonic())
-        self._takes_newcomers = False
+        self._admits_restarted = False
 
     @property
     def has_ended(self) -> bool:
@@ -81,7 +81,7 @@ class Coordinator:
             if report is not None:
                 roster.observe(node_rank, report, time.monotonic())
         # Read until it is there: the layout is published once, and stays.
-        self._takes_newcomers = self._takes_newcomers or self._records.layout() is not None
+        self._admits_restarted = self._admits_restarted or self._records.layout() is not None
         if (stalled := self._records.stalled()) is not None:
             roster.stall(stalled)
         if roster.membership is not None and roster.membership.arrived:
@@ -106,7 +106,7 @@ class Coordinator:
             self.stalled,
             roster.vacant,
             roster.turns,
-            self._takes_newcomers,
+            self._admits_restarted,
             {rank: start for rank, start in roster.starts.items() if roster.trains(rank)},
         )
         write(self._store, JOB_KEY, state)
@@ -346,10 +346,10 @@ class Launcher:
         for ending in endings:
             if not ending.failed or not most:
                 continue
-            if view.state is None or not view.state.takes_newcomers:
+            if view.state is None or not view.state.admits_restarted:
                 logger.error(
                     "local rank %d %s and is not started again (--max-restarts %d): %s",
-                    *(ending.local_rank, ending.why, most, NO_NEWCOMERS),
+                    *(ending.local_rank, ending.why, most, NO_REJOINING),
                 )
                 continue
             # `admitted` has only ranks that were started again. A first process (start 0) needed no admission.

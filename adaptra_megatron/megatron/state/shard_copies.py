@@ -257,7 +257,7 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
     All its instances are appended to `made`.
     """
 
-    class OutlivingDistributedOptimizer(stock):  # type: ignore[misc]
+    class FaultTolerantDistributedOptimizer(stock):  # type: ignore[misc]
         """Distributed optimizer with a copy of another rank's shard."""
 
         def __init__(self, optimizer: Any, *given: Any, **keywords: Any) -> None:
@@ -350,4 +350,4 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
             if self._copy is not None:
                 self._copy.other._copy_model_params_to_main_params(*given, **keywords)
 
-    return OutlivingDistributedOptimizer
+    return FaultTolerantDistributedOptimizer

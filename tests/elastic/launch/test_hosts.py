@@ -73,9 +73,9 @@ def test_a_silent_host_counts_as_dead(launches: Launches, no_kill: bool) -> None
 
 
 TAKING_PLACES = """
-    from adaptra_megatron.elastic.process_group_manager import place_to_take
+    from adaptra_megatron.elastic.process_group_manager import departure_to_replace
     from adaptra_megatron.common.membership import MembershipRecords, Readiness
-    records, place = MembershipRecords.of_rank(10.0), place_to_take()
+    records, place = MembershipRecords.of_rank(10.0), departure_to_replace()
     if place is not None:
         records.say_ready(rank, Readiness(place.epoch, int(os.environ["ADAPTRA_STARTED_AGAIN"]), "spare", "boot/net"))
         mark("again")

@@ -238,7 +238,7 @@ def test_ranks_that_failed_before_others_ended_with_0_do_not_even_if_seen_at_onc
 
 
 @pytest.mark.parametrize("well", [True, False])
-def test_a_job_ends_with_the_last_rank_that_trained_and_does_not_wait_for_newcomers(well: bool) -> None:
+def test_a_job_ends_with_the_last_rank_that_trained_and_does_not_wait_for_restarted_ones(well: bool) -> None:
     job = Job(POLICY, 3)
     job.second()
     job.ends(0, ending(1, -9))

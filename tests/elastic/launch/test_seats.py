@@ -98,7 +98,7 @@ def test_strangers_change_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outliving(job: Job) -> None:
-    """Ranks have written down that the job lets newcomers in."""
+    """Ranks have published that the job admits restarted ranks."""
     MembershipRecords(job.store).publish_layout(b"layout")
 
 

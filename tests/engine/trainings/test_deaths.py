@@ -152,7 +152,7 @@ def test_parameters_of_16_bits_are_those_after_the_last_step_where_a_rank_is_bac
 @pytest.mark.parametrize(
     ("death", "said"),
     [("0:0:sending+0", "has died while rank 1 "), ("1:1:receiving+0", "not admitted after")],
-    ids=["source", "newcomer"],
+    ids=["source", "rejoining"],
 )
 def test_a_hand_over_that_is_broken_off_is_done_again(
     death: str, said: str, tmp_path: Path, fork_server: ForkServer
@@ -183,7 +183,7 @@ def test_a_rank_that_is_stopped_as_it_receives_the_state_is_left_out_after_five_
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_newcomer_that_waits_for_another_lane_which_has_died_ends_and_is_started_again(
+def test_a_restarted_rank_that_waits_for_a_lane_which_has_failed_ends_and_is_started_again(
     tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """Ranks 4 and 5 are one cell. The second process of rank 5 dies when both have the state of the job, and that of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.membership import Stalled
 from adaptra_megatron.common.sealed_store import SealedStore
-from adaptra_megatron.elastic.membership_watch import answer_roll, is_called
+from adaptra_megatron.elastic.membership_watch import answer_liveness_check, is_requested
 
 RANKS = 4
 LIVE = frozenset(range(RANKS))
@@ -25,11 +25,11 @@ class Job:
         self._store = dist.HashStore()
 
     def client(self) -> SealedStore:
-        return SealedStore(self._store, b"0" * 32, "roll call")
+        return SealedStore(self._store, b"0" * 32, "liveness check")
 
     def answer(self, rank: int, timeout_s: float, *, saved: bool = False) -> Stalled | None:
         layout = JobLayout(rank, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in LIVE})
-        return answer_roll(self.client(), layout, LIVE, ADMITTED, timeout_s, lambda: saved)
+        return answer_liveness_check(self.client(), layout, LIVE, ADMITTED, timeout_s, lambda: saved)
 
     def answers(self, ranks: range, timeout_s: float) -> list[Stalled | None]:
         with ThreadPoolExecutor(len(ranks)) as threads:
@@ -38,9 +38,9 @@ class Job:
 
 def test_those_that_do_not_answer_stand_still() -> None:
     job = Job()
-    assert not is_called(job.client())
+    assert not is_requested(job.client())
     found = job.answers(range(3), 1.0)
-    assert is_called(job.client())
+    assert is_requested(job.client())
     assert found == [found[0]] * 3
     assert found[0] is not None
     assert (found[0].ranks, found[0].arrivals) == ((3,), ADMITTED)
