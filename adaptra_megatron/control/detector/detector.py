@@ -220,6 +220,7 @@ class LinkTracker:
         values = self._transfers(messages, fit)
         change = None if values is None else self.series.observe(Batch(iteration, values), action_s)
         if change is not None:
+            # They are the level's that is over: its bandwidth may be what has changed.
             self._seconds_per_byte.clear()
             # A path first measured while the link was slow already has a baseline that is not healthy.
             healthy = change.baseline
@@ -292,7 +293,7 @@ class LinkTracker:
             return np.asarray(fit.latency_s[usual])
         # These may be probes, which are smaller: the usual size stays.
         if self._dead or self.series.state is not State.HEALTHY:
-            return None  # probes, say
+            return None
         self._nbytes = int(np.median(sizes))
         self.series.forget()
         return fit.latency_s
@@ -412,7 +413,8 @@ class SizeModel:
             if len(sizes) < 2 or len(sizes) != len(durations_s) or min(sizes.min(), durations_s.min()) <= 0:
                 continue
             larger, longer = np.log(sizes), np.log(durations_s)
-            # Centred, so that the speed of the stage drops out.
+            # Centred, so that the speed of the stage drops out: it adds a constant to all of `longer`, and a constant
+            # times sizes that add up to 0 is 0.
             larger -= larger.mean()
             sort = identity.stage, kind, chunk
             self._products[sort] += float(larger @ longer)
@@ -431,6 +433,7 @@ class SizeModel:
 
 # A series that was slow from the start has no healthy past of its own: it is compared with its peers.
 
+# Of two series either may be the slow one, so it takes two peers at least. Positions of one pipeline differ more.
 _MIN_REPLICAS = 2
 _MIN_OTHERS = 3
 
@@ -506,6 +509,7 @@ def clock_corrections(links: Mapping[LinkId, LinkSample], min_messages: int) -> 
     corrections: dict[HostPair, float] = {}
     for (pipeline, source, target), seconds in impossible_s.items():
         if seconds > 0.0:
+            # What one direction has too little, the other has too much: their sum, a round trip, needs no common clock.
             for pair, shift_s in (((pipeline, target, source), seconds), ((pipeline, source, target), -seconds)):
                 corrections[pair] = corrections.get(pair, 0.0) + shift_s
     return corrections
@@ -536,6 +540,7 @@ class Detector:
             raise ValueError(f"iteration {sample.iteration} was observed after iteration {self._iteration}")
         self._iteration = sample.iteration
         self._observed += 1
+        # First, as all that follows compares durations with each other.
         sample = self._sizes.alike(sample)
         disturbed = sample.disturbance is not None or self._observed <= self._settings.ignored_iterations
         if not disturbed:

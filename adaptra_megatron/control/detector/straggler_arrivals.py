@@ -208,6 +208,7 @@ class Stragglers:
         )
         lags_s = np.median(behind_s[:, :, replica], axis=1)
         stage = int(np.argmax(lags_s))
+        # The stage that comes last may only have waited for another stage of its replica, which computes longer.
         if (slowest := int(np.argmax(computes_s))) != stage and computes_s[slowest] > _DUE_TO_COMPUTE * lags_s[stage]:
             stage = slowest
         late, waits_s = is_late[stage, :, replica], self._field("wait_s")[stage]
@@ -225,7 +226,8 @@ class Stragglers:
 
     def _share(self, waits_s: Floats, replica: int, late: Collection[int]) -> float:
         others = [each for each in range(self._replicas) if each not in late]
-        if not others:  # not at the same stage
+        if not others:  # all are late, at different stages
             others = [each for each in range(self._replicas) if each != replica]
+        # All others would still wait for the last of them, which has the shortest wait.
         saved_s = np.maximum(0.0, waits_s[:, others].min(axis=1) - waits_s[:, replica])
         return float(saved_s.sum() / np.median(self._field("seconds"), axis=(0, 2)).sum())

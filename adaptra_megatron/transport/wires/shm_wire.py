@@ -30,6 +30,7 @@ class ShmWire:
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
         (self._connection,) = connections
+        # Before the peer's is awaited: both ends do the same.
         send_descriptor(self._connection, self._outbound.fd)
         try:
             descriptor = await asyncio.wait_for(receive_descriptor(self._connection), self._timeout_s)

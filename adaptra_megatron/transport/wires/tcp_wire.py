@@ -50,6 +50,7 @@ class TcpWire:
         self._look_for_answers()
 
     async def stop(self) -> None:
+        # Pumps wait in a ring or in a connection: both waits end, and then the threads.
         self._outbound.close()
         self._received.close()
         for connection in self._connections:
@@ -90,6 +91,7 @@ class TcpWire:
                 self._ended(cause)
 
         def body() -> None:
+            # A native loop, which blocks without the GIL: Python pays nothing for a frame.
             cause = run(connection)
             with contextlib.suppress(RuntimeError):  # the delegate has ended, and its loop with it
                 loop.call_soon_threadsafe(end, cause)

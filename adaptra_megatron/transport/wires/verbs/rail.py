@@ -175,6 +175,7 @@ class Rail:
 
     def tick(self, in_flight: int, now_s: float) -> None:
         """Perform timed actions."""
+        # At the deadline, too: completions may never come, and after the reset none is needed.
         if self.state is RailState.FENCING and (now_s >= self._due_s or self.queue_pair.drained):
             self._fence(now_s)
             return
@@ -217,6 +218,7 @@ class Rail:
             )
         if isinstance(message, Fenced):
             self._peer_fence = message
+            # If this end is fenced already, both are now.
             self.give_up(f"the peer gave it up: {message.cause}", now_s)
             if self.state is RailState.FENCED:
                 self._settle(now_s)
@@ -228,6 +230,7 @@ class Rail:
 
     def _raise(self, now_s: float) -> None:
         """Raise the rail, if its port has a link."""
+        # First: it is the next attempt's time if this one fails here.
         self._due_s = now_s + self._backoff.next_s()
         if not self._try(self.queue_pair.port_active):
             self.cause = "its port has no link"
@@ -241,6 +244,7 @@ class Rail:
         self._session.send(Raise(rail=self._index, attempt=self._attempt, endpoint=endpoint))
 
     def _on_raise(self, message: Raise, now_s: float) -> None:
+        # Only the connecting end raises, and only after both are fenced: anything else is no peer of this release.
         if self._initiates or self.state is not RailState.DOWN or message.attempt != self._attempt + 1:
             raise ValueError(f"rail {self._index}: attempt {message.attempt} after {self._attempt}, {self.state.value}")
         self._begin(message.attempt, now_s)
@@ -271,8 +275,9 @@ class Rail:
     def _fence(self, now_s: float) -> None:
         self._session.collect(self._index)  # resetting may drop completions
         self._try(self.queue_pair.reset)
-        self._session.collect(self._index)
+        self._session.collect(self._index)  # and chunks may have arrived until then
         self.state = RailState.FENCED
+        # Not before: the peer sends again all that is not in this.
         below, beyond = self._session.received()
         fence = Fenced(rail=self._index, attempt=self._attempt, below=below, beyond=beyond, cause=self.cause)
         self._session.send(fence)

@@ -105,6 +105,7 @@ class Stripes:
 
     def grant(self, chunks: int) -> None:
         """Record that the receiver has slots for all chunks below this number, which never decreases."""
+        # Grants come by several rails and by the connection, so an earlier one may come later.
         self._granted = max(self._granted, chunks)
 
     def granted_number(self, immediate: int) -> int:
@@ -316,6 +317,7 @@ class VerbsSession:
             self._delivered(index, completion.number, self._stripes.delivered(index, completion.number))
         elif completion.did is Did.RECEIVE:
             chunk = self._received.number(completion.number)
+            # The training process may be reading the slot that this has overwritten: the session ends.
             if chunk >= self._claimed:
                 raise ValueError(f"chunk {chunk} came, but slots only for {self._claimed} were granted")
             if self._received.note(chunk):
@@ -341,6 +343,7 @@ class VerbsSession:
     def _send(self) -> None:
         while (assignment := self._stripes.next()) is not None:
             rail = self._rails[assignment.rail]
+            # It was idle: its silence counts from now on.
             if self._in_flight(assignment.rail) == 1:
                 rail.moved(self._now_s)
             try:

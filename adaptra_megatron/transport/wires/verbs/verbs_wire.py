@@ -167,6 +167,7 @@ class VerbsWire:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection, self._on_readable)
         for pair in self._queue_pairs:
+            # Both descriptors stay readable until `_step` has read them (queue_pair.completions, queue_pair.event).
             loop.add_reader(pair.completion_fd, self._step)
             loop.add_reader(pair.event_fd, self._step)
         self._step_soon()
@@ -236,14 +237,11 @@ class VerbsWire:
             raise OSError(f"the peer's delegate said nothing for {self._timeout_s:g} s") from None
         except ValueError as cause:
             raise OSError(f"invalid message from the peer's delegate: {cause}") from cause
+        # The connecting end raises rails as soon as it has our Hello, so its first Raise may come with its own.
         theirs, *early = arrived
         if isinstance(theirs, Unable):
             raise OSError(f"the peer cannot: {theirs.cause}")
-        if (
-            not isinstance(theirs, Hello)
-            or early
-            or (theirs.slots, theirs.slot_nbytes) != (ours.slots, ours.slot_nbytes)
-        ):
+        if not isinstance(theirs, Hello) or (theirs.slots, theirs.slot_nbytes) != (ours.slots, ours.slot_nbytes):
             raise OSError(f"the peer began with {theirs}, which does not fit {ours}: all stages need the same settings")
         return theirs, early
 
@@ -297,6 +295,7 @@ class VerbsWire:
             self._end(f"no RNIC has reached the peer for {outage_s:.1f} s: {causes}")
         due_s = self._session.next_s()
         if self._session.outage_s:
+            # Rails that wait for the peer have no time of their own, and the outage has to end.
             due_s = min(due_s or math.inf, time.monotonic() + self._outage_s / 2)
         if due_s is not None and not self._over:
             self._wake_at(due_s)
