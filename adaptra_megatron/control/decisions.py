@@ -158,7 +158,7 @@ class Decision:
     forecast: Forecast | None = None
     paths: Paths | None = None
     routing: RoutingSection | None = None
-    told: TelemetrySection | None = None
+    telemetry: TelemetrySection | None = None
 
     def kept(self) -> Decision:
         """Return the decision that stays in force if none is made after this one."""

@@ -314,7 +314,7 @@ class Pipeline:
 
     def follow(self, decision: Decision) -> None:
         """Apply a decision."""
-        asked, order = decision.told or TelemetrySection(), decision.order
+        asked, order = decision.telemetry or TelemetrySection(), decision.order
         forecast, paths = decision.forecast, decision.paths
         self.telemetry.begin(self.iterations, asked.requests, asked.job)
         if asked.policy and asked.policy != self.book.policy:

@@ -88,7 +88,7 @@ def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry
     assert [event.after for event in _events(tmp_path, LinkDetection)] == ["slow", "healthy"]
 
 
-def test_a_slow_stage_is_told_after_two_iterations(telemetry: RunTelemetry, tmp_path: Path) -> None:
+def test_a_slow_stage_is_reported_after_two_iterations(telemetry: RunTelemetry, tmp_path: Path) -> None:
     leader, job = DecisionEngine(PlanState(AdaptraConfig(), FOUR), telemetry), MeasuredJob()
     for slow_stage in [1.0] * 6 + [1.5] * 3:
         leader.decide([job.measure(0.0, slow_stage=slow_stage)])
@@ -114,8 +114,13 @@ def test_another_policy_is_decided_on_once_and_adapting_begins_anew(telemetry: R
     leader, job = DecisionEngine(PlanState(AdaptraConfig(max_in_flight=8), FOUR), telemetry, paths), MeasuredJob()
     asked = {8: "observe", 9: "observe", 14: "adapt", 18: "off"}
     decisions = [leader.decide([job.measure(4.0 if at > 5 else 0.0)], asked.get(at, "")) for at in range(20)]
-    told = {at: decision.told.policy for at, decision in enumerate(decisions) if decision.told and decision.told.policy}
-    assert told == {8: "observe", 14: "adapt", 18: "off"}, "once each"
+    sections = {at: decision.telemetry for at, decision in enumerate(decisions)}
+    policies = {at: each.policy for at, each in sections.items() if each and each.policy}
+        at: decision.telemetry.policy
+        for at, decision in enumerate(decisions)
+        if decision.telemetry and decision.telemetry.policy
+    }
+    assert policies == {8: "observe", 14: "adapt", 18: "off"}, "once each"
     orders = [at for at, decision in enumerate(decisions) if decision.order is not None]
     assert [at for at in orders if 8 <= at < 14 or at >= 18] == []
     assert 14 in orders, "costs are known, so it plans at once"
@@ -135,13 +140,13 @@ def test_another_policy_is_decided_on_once_and_adapting_begins_anew(telemetry: R
 
 def test_decisions_carry_what_the_leader_found(telemetry: RunTelemetry, tmp_path: Path) -> None:
     leader, job = DecisionEngine(PlanState(AdaptraConfig(policy="observe"), FOUR), telemetry), MeasuredJob()
-    first: Any = leader.decide([job.measure(0.5)]).told
+    first: Any = leader.decide([job.measure(0.5)]).telemetry
     assert first.job.unpacked().links == {}, "the first iteration is not representative"
     telemetry.begin(5)
     (request_directory(tmp_path) / "next-2").touch()
-    told: Any = leader.decide([job.measure(0.5)]).told
-    assert told.requests == (Iterations(3, 4),), "by numbers of Megatron, of which none is known here"
-    found = told.job.unpacked()
+    second: Any = leader.decide([job.measure(0.5)]).telemetry
+    assert second.requests == (Iterations(3, 4),), "by numbers of Megatron, of which none is known here"
+    found = second.job.unpacked()
     assert found.bubble_fraction == pytest.approx(1.0 - 48.0 / 59.0)
     assert found.links[0, 1].latency_s == pytest.approx(0.5, abs=1e-4)
     assert found.links[0, 1].state == "healthy"

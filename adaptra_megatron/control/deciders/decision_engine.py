@@ -416,8 +416,8 @@ class DecisionEngine:
             memory=self._memory.figures(self._caps),
             routes=None if self._routes is None else self._routes.figures(),
         )
-        told = TelemetrySection(self._telemetry.requests(), PackedFigures.of(job), policy if changes else "")
-        return Decision(self._number, forecast=context.forecast, told=told, **sections)
+        telemetry = TelemetrySection(self._telemetry.requests(), PackedFigures.of(job), policy if changes else "")
+        return Decision(self._number, forecast=context.forecast, telemetry=telemetry, **sections)
 
     def _observe(self, measurements: Sequence[StageMeasurement]) -> list[Finding]:
         """Take in one iteration of all ranks. Returns what the detector found."""

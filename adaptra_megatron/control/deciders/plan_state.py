@@ -220,17 +220,17 @@ class PlanState:
     def in_force(self) -> Decision:
         """Return the latest plan as a decision, from which a new leader or a rejoining rank continues; without an
         order if it was not planned for measured costs."""
-        told = None if self.policy == self._config.policy else TelemetrySection(policy=self.policy)
+        telemetry = None if self.policy == self._config.policy else TelemetrySection(policy=self.policy)
         latest = next((each for each in reversed(self._plans.values()) if each.costs is not None), None)
         if latest is None or latest.costs is None or self.observes:
-            return Decision(self.number, told=told)
+            return Decision(self.number, telemetry=telemetry)
         order = Order(
             schedule_to_csv(latest.schedule),
             json.dumps(costs_to_json(latest.costs)),
             latest.caps,
             released_per_stage(latest.released_at_backward_input, self.layout.stages),
         )
-        return Decision(self.number, order, told=told)
+        return Decision(self.number, order, telemetry=telemetry)
 
     def forget(self) -> None:
         """Drop all plans, so that all ranks of a new set of live ranks start from the same state."""

@@ -280,8 +280,8 @@ class RouteDecider:
             self._slowness = ()
             return routing
         # Routes already balance the replicas, so slowness only counts without them.
-        found, told = slowness(seconds), self._slowness or (1.0,) * len(tables)
-        if self._present is not None or not any(_differ(*each) for each in zip(found, told, strict=True)):
+        found, published = slowness(seconds), self._slowness or (1.0,) * len(tables)
+        if self._present is not None or not any(_differ(*each) for each in zip(found, published, strict=True)):
             return None
         self._slowness = found
         return RoutingSection(0, context.micro_batches, slowness=found)

@@ -251,8 +251,8 @@ class PlannerClient:
         if decision is None:
             raise NoDecisionError(decided.failure and f"{self._word}{decided.failure}", decided.until)
         self._latest = decision
-        if decision.told is not None and decision.told.policy:
-            self._begin, self._order = structs.replace(self._begin, policy=decision.told.policy), None
+        if decision.telemetry is not None and decision.telemetry.policy:
+            self._begin, self._order = structs.replace(self._begin, policy=decision.telemetry.policy), None
             self._wanted_policy = ""
         self._order, self._routing = decision.order or self._order, decision.routing or self._routing
         return decided.until, decision
@@ -304,7 +304,7 @@ class PlannerClient:
                 raise ChannelEndedError("is not needed any more")
             with self._sending:
                 level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
-                running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
+                running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, telemetry=None)
                 begin = structs.replace(self._begin, log_level=level, running=running)
                 module = "adaptra_megatron.control.sidecar.planner_process"
                 self._process = Sidecar(module, self._listener, begin, self._patience_s)

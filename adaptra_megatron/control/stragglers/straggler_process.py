@@ -85,7 +85,7 @@ class StragglerDetector:
             self._log_arrivals()
             self._seen_s = now_s
         cells = (
-            LateCell(cell=Cell(replica, each.stage), cpu=self._cpu(each), told=replica not in self._unexplained)
+            LateCell(cell=Cell(replica, each.stage), cpu=self._cpu(each), logged=replica not in self._unexplained)
             for replica, each in late.items()
         )
         return StragglerVerdict(late=tuple(cells), lags_s=tuple(map(tuple, lags_s)))

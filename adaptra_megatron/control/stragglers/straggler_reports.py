@@ -41,7 +41,7 @@ class LateCell:
     cell: Cell
     cpu: str = ""
     """How its host's CPUs make it late, as text; "" if they do not, or it is unknown."""
-    told: bool = True
+    logged: bool = True
     """Whether it has been logged; not while its causes are unknown."""
 
 
@@ -81,8 +81,8 @@ class ReportPace:
     def pause_s(self, pause_s: float, iteration_s: float, late: Iterable[LateCell]) -> float:
         """Return the pause to make, at least `pause_s`: longer if iterations (of `iteration_s`) are long and all late
         cells are logged."""
-        told = all(each.told for each in late)
-        return max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s)) if told else pause_s
+        logged = all(each.logged for each in late)
+        return max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s)) if logged else pause_s
 
 
 class JudgeBegin(TaggedMessage, tag="begin", frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from adaptra_megatron.telemetry.events import event_log
@@ -118,10 +118,7 @@ def add_status_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
 def _run_status(options: argparse.Namespace) -> int:
     while True:
         status = _status(options.directory)
-        if options.json:
-            text = json.dumps({**asdict(status), "to_do": status.to_do or ["nothing"]})
-        else:
-            text = "\n".join(status.lines())
+        text = json.dumps(status.to_json()) if options.json else "\n".join(status.lines())
         clear = "\033[H\033[2J" if options.follow and not options.json and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
         if not options.follow or status.over:

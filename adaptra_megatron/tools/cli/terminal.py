@@ -78,13 +78,13 @@ class _Lines:
     """Progress as a line every few seconds, so that a log stays short; none for quick work."""
 
     def __init__(self) -> None:
-        self._begun_s = self._told_s = time.monotonic()
+        self._begun_s = self._printed_s = time.monotonic()
 
     def __call__(self, doing: str, done: int, total: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._told_s < _PERIOD_S:
+        if now_s - self._printed_s < _PERIOD_S:
             return
-        self._told_s = now_s
+        self._printed_s = now_s
         print(f"{doing}: {done} of {total} ({now_s - self._begun_s:.0f} s)", file=sys.stderr, flush=True)
 
 

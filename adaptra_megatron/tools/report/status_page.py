@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any, TypeVar
 
@@ -59,7 +59,7 @@ class StatusFinding:
     reason: str
     remedy: str
     """What to do."""
-    told_by_rank: int
+    reported_by_rank: int
     text: str
     """All of it but the remedy, as text."""
     stale: bool = False
@@ -145,7 +145,7 @@ def _finding(found: StampedEvent, changed: int) -> StatusFinding:
     wanted = {each.name for each in fields(StatusFinding)}
     known: dict[str, Any] = {each.name: getattr(event, each.name) for each in fields(event) if each.name in wanted}
     since, rank = began_at(found), found.stamp.rank
-    where_found: dict[str, Any] = {"since_iteration": since, "told_by_rank": rank}
+    where_found: dict[str, Any] = {"since_iteration": since, "reported_by_rank": rank}
     if isinstance(event, PathChanged):
         remedy = "look at the RNICs, cables and switches of the links that failed over"
         text = f"link {event.source}→{event.target} of rank {rank} takes the {event.after} path since iteration {since}"
@@ -190,7 +190,7 @@ def _cable_finding(
         since_iteration=since,
         reason=event.reason,
         remedy=_remedy(links, hosts, wanted),
-        told_by_rank=rank,
+        reported_by_rank=rank,
         text=text,
         stale=max(found.stamp.iteration for found in alike) < changed,
         pipeline=event.pipeline,
@@ -298,6 +298,13 @@ class Status:
     def over(self) -> bool:
         """Whether the run no longer continues."""
         return self.state != "runs"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of `adaptra status --json`."""
+        document = asdict(self)
+        for finding in document["findings"]:
+            finding["told_by_rank"] = finding.pop("reported_by_rank")  # the key that programs know
+        return {**document, "to_do": self.to_do or ["nothing"]}
 
     @property
     def healthy(self) -> bool:

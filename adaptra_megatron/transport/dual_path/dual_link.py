@@ -187,8 +187,8 @@ class LinkParts:
     def error(self, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
         """Return the error for a message that has been in flight since `since_s`."""
         doing = "waited for" if receiving else "could not send"
-        told = self.has_device_path and not self.state.health.over
-        also = self.paths.device_in_words(receiving=receiving) if told else ""
+        explained = self.has_device_path and not self.state.health.over
+        also = self.paths.device_in_words(receiving=receiving) if explained else ""
         spelled = key.spelled(self.micro_batches)
         return self.state.health.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
 

@@ -162,7 +162,7 @@ def test_the_leaders_decision_carries_the_caps_it_was_made_for(telemetry: RunTel
         [({}, (4, 3, 2, 1), 0.0), (roomy, (9, 9, 9, 9), 0.5), ({**roomy, 1: 5.9}, (9, 5, 9, 9), 0.5)]
     ):
         decision = leader.decide([measured(iteration, rooms)])
-        order, told = decision.order, decision.told
+        order, telemetry = decision.order, decision.telemetry
         if order is None:
             assert iteration == 0, "stock's order may be as good as any under its own caps"
             continue
@@ -170,10 +170,10 @@ def test_the_leaders_decision_carries_the_caps_it_was_made_for(telemetry: RunTel
         schedule = schedule_from_csv(order.csv, chunks=1)
         follower.install(schedule, decision.number, order.caps, order.released_at_backward_input)
         assert [follower.enforced_cap(12, stage) for stage in range(4)] == list(caps)
-        assert told is not None
-        assert told.job is not None
-        assert [told.job.unpacked().memory[stage].cap for stage in range(4)] == list(caps)
-        shown = scalars(RankFigures(iteration_s=1.0, peak_in_flight=4, plan_number=1), told.job.unpacked())
+        assert telemetry is not None
+        assert telemetry.job is not None
+        assert [telemetry.job.unpacked().memory[stage].cap for stage in range(4)] == list(caps)
+        shown = scalars(RankFigures(iteration_s=1.0, peak_in_flight=4, plan_number=1), telemetry.job.unpacked())
         assert shown["adaptra/stage_1/activation_cap"] == caps[1]
         assert (shown["adaptra/stage_1/activation_bytes"], shown["adaptra/stage_1/free_bytes"]) == (1e8, 1e9)
     assert follower.number == decision.number >= 2

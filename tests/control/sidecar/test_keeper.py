@@ -122,7 +122,7 @@ def test_it_decides_and_says_why(replica: Callable[..., Replica], caplog: pytest
         decisions = [four.decide(0.0) for _ in range(6)]
         decisions.append(four.decide(4.0, rounds=2))
     assert [decision.number for decision in decisions] == [0, 1, 1, 1, 1, 1, 2]
-    assert {decision.told.requests for decision in decisions if decision.told} == {(Iterations(7, 8),)}
+    assert {decision.telemetry.requests for decision in decisions if decision.telemetry} == {(Iterations(7, 8),)}
     assert [type(event) for event in four.diary.events] == [PlanMade, LinkDetection, PlanMade]
     said = [record.getMessage() for record in caplog.records]
     assert all(line.startswith("adaptra: replica 3: ") for line in said)

@@ -130,10 +130,10 @@ def test_a_finding_is_told_with_its_cause_once_the_hosts_figures_are_there() -> 
     """They are read only while a cell is late."""
     job = Job()
     job.train(40, late_s=0.25)
-    assert [late.told for late in job.look().late] == [False]
+    assert [late.logged for late in job.look().late] == [False]
     job.look()
     assert not job.found
-    assert [late.told for late in job.look(BUSY).late] == [True]
+    assert [late.logged for late in job.look(BUSY).late] == [True]
     assert [(event.before, list(event.causes)) for event in job.found] == [("healthy", ["cpu", "compute"])]
 
 
