@@ -116,7 +116,7 @@ class MemoryMeter:
         self._changes: list[_Change] = []
         self._activation_nbytes: float | None = None
         self._held_nbytes = 0.0
-        self._beside_nbytes = 0.0
+        self._backward_nbytes = 0.0
         self._waiting_nbytes: float | None = None
         """Bytes that a pending weight gradient holds: the most of any chunk. None until one has been measured."""
         self._recomputed_nbytes = 0.0
@@ -170,11 +170,11 @@ class MemoryMeter:
         shortages = self._source.shortages()
         if shortages > self._shortages:
             # The device is full although there should be room, probably fragmented: allow one activation less.
-            self._beside_nbytes += self._activation_nbytes
+            self._backward_nbytes += self._activation_nbytes
             self._shortages = shortages
         free, total = self._source.device_nbytes()
         of_others = total - free - self._source.reserved_nbytes()
-        for_activations = self._fraction * total - of_others - self._base_nbytes - self._beside_nbytes
+        for_activations = self._fraction * total - of_others - self._base_nbytes - self._backward_nbytes
         waiting_nbytes, guessed = self._waiting_nbytes, False
         if waiting_nbytes is None and self._spans:
             waiting_nbytes, guessed = self._activation_nbytes + self._spans * self._recomputed_nbytes, True
@@ -202,10 +202,10 @@ class MemoryMeter:
                 Kind.BACKWARD_INPUT: left - taken,
                 Kind.BACKWARD_WEIGHT: -left,
             }[kind]
-            beside_nbytes = peak_nbytes - self._base_nbytes - max(before, held)
-            self._beside_nbytes = max(self._beside_nbytes, beside_nbytes)
+            backward_nbytes = peak_nbytes - self._base_nbytes - max(before, held)
+            self._backward_nbytes = max(self._backward_nbytes, backward_nbytes)
             if kind is Kind.BACKWARD:
-                self._recomputed_nbytes = max(self._recomputed_nbytes, beside_nbytes)
+                self._recomputed_nbytes = max(self._recomputed_nbytes, backward_nbytes)
             self._held_nbytes = max(self._held_nbytes, held)
 
 

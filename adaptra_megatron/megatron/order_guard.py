@@ -32,7 +32,7 @@ _DATA_PARALLEL = ("megatron.core.distributed.", "megatron.core.optimizer.")
 """Modules whose hooks reduce gradients and gather parameters inside actions: GradientSync and ParameterSync order
 these.
 """
-_BESIDE_SCRIPT = ("torch.", "adaptra_megatron.", "testing.", "typing_extensions", "contextlib")
+_NOT_OF_SCRIPT = ("torch.", "adaptra_megatron.", "testing.", "typing_extensions", "contextlib")
 _KINDS = {"F": "a forward", "B": "a backward", "I": "a backward", "W": "a weight gradient"}
 
 
@@ -86,7 +86,7 @@ class OrderGuard:
             return
         if self._several and self._first.setdefault((kind, chunk, name, ranks), micro_batch) == micro_batch:
             return
-        place = next((frame for frame in frames if not _is_within(frame, _BESIDE_SCRIPT)), None)
+        place = next((frame for frame in frames if not _is_within(frame, _NOT_OF_SCRIPT)), None)
         raise UnsupportedFeatureError(_message(name, kind, ranks, place))
 
 

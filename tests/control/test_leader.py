@@ -114,8 +114,7 @@ def test_another_policy_is_decided_on_once_and_adapting_begins_anew(telemetry: R
     leader, job = DecisionEngine(PlanState(AdaptraConfig(max_in_flight=8), FOUR), telemetry, paths), MeasuredJob()
     asked = {8: "observe", 9: "observe", 14: "adapt", 18: "off"}
     decisions = [leader.decide([job.measure(4.0 if at > 5 else 0.0)], asked.get(at, "")) for at in range(20)]
-    sections = {at: decision.telemetry for at, decision in enumerate(decisions)}
-    policies = {at: each.policy for at, each in sections.items() if each and each.policy}
+    policies = {
         at: decision.telemetry.policy
         for at, decision in enumerate(decisions)
         if decision.telemetry and decision.telemetry.policy
