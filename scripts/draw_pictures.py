@@ -97,13 +97,13 @@ def drawn(run: Run, axis_s: float) -> Timeline:
     schedule = run.simulation.schedule
     for order, starts, ends in zip(schedule.orders, run.simulation.start_s, run.simulation.end_s, strict=True):
         free_s = 0.0
-        for (stage, kind, chunk, micro_batch), start_s, end_s in zip(order, starts, ends, strict=True):
+        for (stage, kind, chunk, micro_batch, _), start_s, end_s in zip(order, starts, ends, strict=True):
             records.append(ActionRecord(0, stage, str(kind), chunk, micro_batch, free_s, start_s, end_s))
             free_s = end_s
             if kind is not Kind.BACKWARD_WEIGHT:
                 ends_s[schedule.placement.virtual_stage(stage, chunk), kind is Kind.FORWARD, micro_batch] = end_s
     arrivals = []
-    for stage, kind, chunk, micro_batch in (action for order in schedule.orders for action in order):
+    for stage, kind, chunk, micro_batch, _ in (action for order in schedule.orders for action in order):
         forward = kind is Kind.FORWARD
         source = schedule.placement.virtual_stage(stage, chunk) + (-1 if forward else 1)
         if kind is Kind.BACKWARD_WEIGHT or not 0 <= source < schedule.virtual_stages:

@@ -127,10 +127,23 @@ def interleaved(stages: int, micro_batches: int, chunks: int, group_size: int | 
     it turns to the next chunk; None means Megatron's default, the number of stages. Raises ScheduleError for the
     micro-batch counts and group sizes that Megatron refuses.
     """
+    return _interleaved(stages, micro_batches, chunks, group_size, combined=False)
+
+
+def interleaved_combined(stages: int, micro_batches: int, chunks: int, group_size: int | None = None) -> Schedule:
+    """Interleaved 1F1B of combined actions: what Megatron runs with `--overlap-moe-expert-parallel-comm`.
+
+    Its warm-up has one more forward than `interleaved`, so that no forward is combined with its own backward. Raises
+    ScheduleError as `interleaved`.
+    """
+    return _interleaved(stages, micro_batches, chunks, group_size, combined=True)
+
+
+def _interleaved(stages: int, micro_batches: int, chunks: int, group_size: int | None, *, combined: bool) -> Schedule:
     table = _interleaved_table(stages, micro_batches, chunks, group_size)
-    group = stages if group_size is None else group_size
+    least = (chunks - 1) * (stages if group_size is None else group_size) + combined
     orders = [
-        _one_forward_one_backward(stage, table, chunks, 2 * (stages - stage - 1) + (chunks - 1) * group)
+        _one_forward_one_backward(stage, table, chunks, 2 * (stages - stage - 1) + least, combined)
         for stage in range(stages)
     ]
     return _schedule(stages, chunks, micro_batches, orders)
@@ -192,8 +205,11 @@ def interleaved_split(stages: int, micro_batches: int, chunks: int, group_size: 
     return delay_weights(interleaved(stages, micro_batches, chunks, group_size), range(0, 2 * stages, 2))
 
 
-def _one_forward_one_backward(stage: int, table: list[tuple[int, int]], chunks: int, warm_up: int) -> Order:
-    """Return warm-up forwards, then alternating forwards and backwards, then the remaining backwards.
+def _one_forward_one_backward(
+    stage: int, table: list[tuple[int, int]], chunks: int, warm_up: int, combined: bool = False
+) -> Order:
+    """Return warm-up forwards, then alternating forwards and backwards (or combined actions), then the remaining
+    backwards.
 
     `table` holds `(micro-batch, chunk)` in forward order. Backwards follow the same table with the chunks mirrored
     (`get_model_chunk_id` in Megatron), because the last chunk's gradient comes first.
@@ -204,7 +220,7 @@ def _one_forward_one_backward(stage: int, table: list[tuple[int, int]], chunks: 
     steady = len(table) - warm_up
     order = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
-        order += (forward, backward)
+        order += (forward._replace(combined=combined), backward)
     return (*order, *backwards[steady:])
 
 

@@ -8,7 +8,7 @@ Torch calls the virtual stage "stage index". A virtual stage belongs to the rank
 Torch leaves cells empty where a rank idles; only the order of the other cells counts. Sends and receives (`0SEND_F0`)
 follow from that order and are left out, as are the actions of FSDP (`0UNSHARD`). Before torch 2.6 an input gradient was
 called B, as whole backwards are today. So a B that has a W is an input gradient, and `BW` is a whole backward.
-Overlapped actions, `(0F2;3B0)OVERLAP_F_B`, become a forward and then a backward.
+An overlapped action, `(0F2;3B0)OVERLAP_F_B`, is a combined one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ def schedule_to_csv(schedule: Schedule) -> str:
     rows = []
     for stage, order in enumerate(schedule.orders):
         virtual_stages = [str(placement.virtual_stage(stage, chunk)) for chunk in chunks]
-        rows.append(",".join([virtual_stages[chunk] + kind + str(number) for _, kind, chunk, number in order]))
+        cells, before = [], ""
+        for _, kind, chunk, number, combined in order:
+            cell = virtual_stages[chunk] + kind + str(number)
+            cells.append(f"({before};{cell})OVERLAP_F_B" if before else cell)
+            before = ""
+            if combined:
+                before = cells.pop()
+        rows.append(",".join(cells))
     return "".join(f"{row}\n" for row in rows)
 
 
@@ -47,6 +54,8 @@ class _Cell(NamedTuple):
     micro_batch: int
     whole: bool = False
     """True for BW: a backward without a weight gradient of its own."""
+    combined: bool = False
+    """True for a forward that the next cell overlaps."""
 
     def error(self, what: str) -> ScheduleError:
         return ScheduleError(f"row {self.row + 1}, column {self.column + 1}: {self.text!r} {what}", stage=self.row)
@@ -59,7 +68,8 @@ def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
     else it is taken from the rows. `chunks` None infers the chunks from the largest virtual stage; the number of
     micro-batches is inferred from the largest one. Raises ScheduleError, naming row and column (from 1), for a cell
     that is no F, B, I or W, that names a chunk beyond `chunks`, or whose virtual stage belongs to the row of another
-    rank. Does not check whether the schedule can run: see `schedule_checks.check_schedule`.
+    rank, or that overlaps anything but a forward and a backward. Does not check whether the schedule can run: see
+    `schedule_checks.check_schedule`.
     """
     if chunks is not None and chunks < 1:
         raise ScheduleError(f"chunks must be at least 1, got {chunks}")
@@ -94,16 +104,14 @@ def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
     )
 
 
-def overlaps(text: str) -> bool:
-    """Return whether the CSV text has overlapped actions."""
-    return _OVERLAPPED.search(text) is not None
-
-
 def _cells(row: int, column: int, text: str) -> list[_Cell]:
     """Return the actions of a cell: two if they overlap, none if it is empty."""
     overlapped = _OVERLAPPED.fullmatch(text)
     if overlapped is not None:
-        return [_cell(row, column, part) for part in overlapped.groups()]
+        forward, backward = (_cell(row, column, part) for part in overlapped.groups())
+        if forward.kind is not Kind.FORWARD or not backward.kind.sends_gradient:
+            raise forward._replace(text=text).error("overlaps other actions than a forward and a backward, F;B or F;I")
+        return [forward._replace(combined=True), backward]
     return [] if _NO_COMPUTATION.fullmatch(text) else [_cell(row, column, text)]
 
 
@@ -154,8 +162,9 @@ def _placement(actions: list[_Cell], stages: int, chunks: int | None, misplaced:
 
 def _action(cell: _Cell, placement: Placement | None, stages: int, chunks: int) -> Action:
     if placement is not None:
-        return Action(cell.row, cell.kind, placement.places[cell.virtual_stage].chunk, cell.micro_batch)
+        chunk = placement.places[cell.virtual_stage].chunk
+        return Action(cell.row, cell.kind, chunk, cell.micro_batch, cell.combined)
     chunk = cell.virtual_stage // stages
     if chunk >= chunks:
         raise cell.error(f"belongs to chunk {chunk} of rank {cell.row}, which has at most {chunks} chunks")
-    return Action(cell.row, cell.kind, chunk, cell.micro_batch)
+    return Action(cell.row, cell.kind, chunk, cell.micro_batch, cell.combined)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -167,12 +168,27 @@ class Action(NamedTuple):
     kind: Kind
     chunk: int
     micro_batch: int
+    combined: bool = False
+    """True for a forward that runs as one with the backward (B or I) right behind it in its stage's order.
+
+    A *combined action* is such a pair: both run at once, layer by layer, so that the expert all-to-alls of one are
+    hidden behind the computation of the other. It starts when both messages are there, and sends both together. To
+    ignore the mark is always safe: the forward runs first, then the backward.
+    """
 
     def __str__(self) -> str:
-        return f"stage {self.stage} {self.kind.value}(micro-batch {self.micro_batch}, chunk {self.chunk})"
+        pair = ", combined with the backward behind it" if self.combined else ""
+        return f"stage {self.stage} {self.kind.value}(micro-batch {self.micro_batch}, chunk {self.chunk}){pair}"
 
 
 Order = tuple[Action, ...]
+
+
+def units(order: Order) -> Iterator[Order]:
+    """Return what a stage runs as one, in order: (action,), or (forward, backward) of a combined action."""
+    actions = iter(order)
+    for action in actions:
+        yield (action, next(actions)) if action.combined else (action,)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -206,3 +222,13 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Return whether any backward is split into input and weight gradient."""
         return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)
+
+    @property
+    def combines(self) -> bool:
+        """Return whether any action is a combined one."""
+        return any(action.combined for order in self.orders for action in order)
+
+    def separated(self) -> Schedule:
+        """Return the schedule with the halves of combined actions run one after the other: forward, then backward."""
+        orders = tuple(tuple(action._replace(combined=False) for action in order) for order in self.orders)
+        return replace(self, orders=orders)

@@ -50,7 +50,7 @@ def encode_action(action: Action, chunks: int) -> int:
 
 def encode_order(order: Order, chunks: int) -> list[int]:
     """Return the integer codes of one stage's order."""
-    return [(micro_batch * chunks + chunk) * 4 + _INDEX_OF_KIND[kind] for _, kind, chunk, micro_batch in order]
+    return [(micro_batch * chunks + chunk) * 4 + _INDEX_OF_KIND[kind] for _, kind, chunk, micro_batch, _ in order]
 
 
 def encode_schedule(schedule: Schedule) -> list[list[int]]:

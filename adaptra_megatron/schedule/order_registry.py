@@ -40,6 +40,7 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
     "zb-h1": NamedSchedule(classic.zb_h1, _ONE),
     "zb-h2": NamedSchedule(classic.zb_h2, _ONE),
     "interleaved": NamedSchedule(classic.interleaved, _SEVERAL, ("chunks", "group_size")),
+    "interleaved-combined": NamedSchedule(classic.interleaved_combined, _SEVERAL, ("chunks", "group_size")),
     "interleaved-split": NamedSchedule(classic.interleaved_split, _SEVERAL, ("chunks", "group_size")),
     "zb-v": NamedSchedule(v_shaped.zb_v, _TWO),
     "v-half": NamedSchedule(v_shaped.v_half, _TWO),

@@ -24,15 +24,22 @@ def check_progress(schedule: Schedule) -> None:
     backwards = [0] * (last + 1)
     positions = [0] * stages
     runnable = list(range(stages))
+
+    def lacks_gradient(stage: int, chunk: int, micro_batch: int) -> bool:
+        virtual = virtual_stages[stage][chunk]
+        return virtual < last and backwards[virtual + 1] <= micro_batch
+
     while runnable:
         stage = runnable.pop()
         order = schedule.orders[stage]
         start = position = positions[stage]
         while position < len(order):
-            _, kind, chunk, micro_batch = order[position]
+            _, kind, chunk, micro_batch, combined = order[position]
             virtual = virtual_stages[stage][chunk]
             if kind is Kind.FORWARD:
                 if virtual > 0 and forwards[virtual - 1] <= micro_batch:
+                    break
+                if combined and lacks_gradient(stage, *order[position + 1][2:4]):
                     break
                 forwards[virtual] += 1
             elif kind is not Kind.BACKWARD_WEIGHT:
@@ -43,9 +50,13 @@ def check_progress(schedule: Schedule) -> None:
         positions[stage] = position
         if position > start:
             runnable += peers[stage]
-    blocked = {
-        stage: order[positions[stage]] for stage, order in enumerate(schedule.orders) if positions[stage] < len(order)
-    }
+    blocked = {}
+    for stage, order in enumerate(schedule.orders):
+        if (position := positions[stage]) < len(order):
+            _, _, chunk, micro_batch, combined = order[position]
+            virtual = virtual_stages[stage][chunk]
+            backward_waits = combined and (virtual == 0 or forwards[virtual - 1] > micro_batch)
+            blocked[stage] = order[position + backward_waits]
     if blocked:
         _fail(schedule, blocked)
 
@@ -64,7 +75,8 @@ def _fail(schedule: Schedule, blocked: dict[int, Action]) -> None:
     remedy = _needed(schedule, blocked[cycle[-1]])
     raise ScheduleError(
         f"deadlock, each of these stands in its stage's order in front of what the next one waits for: {waits}. "
-        f"Move {remedy} in front of {blocked[remedy.stage]}",
+        f"{'Separate combined actions of these stages, or move' if schedule.combines else 'Move'} {remedy} in front of "
+        f"{blocked[remedy.stage]}",
         stage=cycle[0],
         action=blocked[cycle[0]],
     )
@@ -106,7 +118,7 @@ def check_schedule(
     chunk, by ascending micro-batch (which keeps gradient sums bitwise equal to stock's). No stage holds more than
     `max_in_flight[stage]` activations (None: no cap): a forward takes 1, an input gradient gives
     `released_at_backward_input` back (below 0: takes more) and the weight gradient the rest. The stages' orders do not
-    deadlock. Linear in the number of actions.
+    deadlock, with the halves of combined actions started at once. Linear in the number of actions.
     """
     for name in ("stages", "chunks", "micro_batches"):
         if getattr(schedule, name) < 1:
@@ -147,13 +159,15 @@ class _StageCheck:
     def run(self) -> None:
         stage, chunks, micro_batches = self.stage, self.schedule.chunks, self.schedule.micro_batches
         for position, action in enumerate(self.order):
-            owner, kind, chunk, micro_batch = action
+            owner, kind, chunk, micro_batch, combined = action
             if owner != stage:
                 self._fail(position, action, f"does not belong in stage {stage}'s order: move it to stage {owner}'s")
             if not 0 <= chunk < chunks:
                 self._fail(position, action, f"names chunk {chunk}, known are 0..{chunks - 1}")
             if not 0 <= micro_batch < micro_batches:
                 self._fail(position, action, f"names micro-batch {micro_batch}, known are 0..{micro_batches - 1}")
+            if combined:
+                self._check_combined(position, action)
             if kind is Kind.FORWARD:
                 if micro_batch != self.forwards[chunk]:
                     self._fail_sequence(position, action, self.forwards[chunk])
@@ -174,6 +188,13 @@ class _StageCheck:
                 if kind is Kind.BACKWARD_INPUT:
                     self.weights_due[chunk].append(micro_batch)
         self._check_complete()
+
+    def _check_combined(self, position: int, action: Action) -> None:
+        behind = self.order[position + 1] if position + 1 < len(self.order) else None
+        if action.kind is not Kind.FORWARD or behind is None or not behind.kind.sends_gradient:
+            self._fail(position, action, "is marked as combined: only a forward can be, with a B or I right behind it")
+        if (behind.chunk, behind.micro_batch) == (action.chunk, action.micro_batch):
+            self._fail(position, action, "is combined with its own backward, which needs its result: separate the two")
 
     def _check_complete(self) -> None:
         for chunk in range(self.schedule.chunks):

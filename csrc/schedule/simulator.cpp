@@ -174,7 +174,7 @@ py::tuple actions(const Problem& problem, int stage, const Order& codes, const p
     for (std::size_t position = 0; position < codes.size(); ++position) {
         const Code code = codes[position];
         const py::object fields[] = {owner, kinds[kind_of(code)], numbers.at(problem.chunk_in(code)),
-                                     numbers.at(problem.micro_batch_in(code))};
+                                     numbers.at(problem.micro_batch_in(code)), py::bool_(false)};
         PyObject* made = type->tp_alloc(type, std::size(fields));
         if (made == nullptr) throw py::error_already_set();
         for (std::size_t field = 0; field < std::size(fields); ++field) {

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.schedules import random_schedules, with_pairs
 
 from adaptra_megatron.schedule import classic
 from adaptra_megatron.schedule.classic import delay_weights, split_backward
-from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule, units
 from adaptra_megatron.schedule.schedule_checks import ScheduleError, check_schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -271,6 +273,67 @@ def test_a_stage_can_deadlock_on_its_own() -> None:
     order = [Action(0, Kind.FORWARD, chunk, 0) for chunk in (1, 0)] + [Action(0, Kind.BACKWARD, c, 0) for c in (1, 0)]
     error = error_of(Schedule(stages=1, chunks=2, micro_batches=1, orders=(tuple(order),)))
     assert "stage 0 F(micro-batch 0, chunk 1) waits for stage 0 F(micro-batch 0, chunk 0)." in str(error)
+
+
+def can_run(schedule: Schedule) -> bool:
+    """Each round every stage starts what it runs next if all that its halves need has ended."""
+    placement, left = schedule.placement, [list(units(order)) for order in schedule.orders]
+    ended: set[tuple[str, int, int]] = set()
+
+    def needed(action: Action) -> tuple[str, int, int] | None:
+        virtual = placement.virtual_stage(action.stage, action.chunk)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return ("B", virtual, action.micro_batch)
+        if action.kind is Kind.FORWARD:
+            return ("F", virtual - 1, action.micro_batch) if virtual else None
+        last = virtual + 1 == schedule.virtual_stages
+        return ("F" if last else "B", virtual + (not last), action.micro_batch)
+
+    while any(left):
+        able = [stage for stage, order in enumerate(left) if order and {*map(needed, order[0])} <= {*ended, None}]
+        if not able:
+            return False
+        for action in (action for stage in able for action in left[stage].pop(0)):
+            if action.kind is not Kind.BACKWARD_WEIGHT:
+                virtual = placement.virtual_stage(action.stage, action.chunk)
+                ended.add(("F" if action.kind is Kind.FORWARD else "B", virtual, action.micro_batch))
+    return True
+
+
+@given(random_schedules(placed=True), st.randoms(use_true_random=False))
+def test_combined_actions_pass_just_where_both_halves_can_start_at_once(schedule: Schedule, choice: Random) -> None:
+    schedule = with_pairs(schedule, choice)
+    if can_run(schedule):
+        check_schedule(schedule)
+    else:
+        error = error_of(schedule)
+        assert ("deadlock" in str(error)) != ("its own backward" in str(error))
+        assert "separate" in str(error).lower()
+    assert can_run(schedule.separated())
+
+
+def test_a_mark_in_the_wrong_place_is_named() -> None:
+    order = classic.one_f_one_b(1, 2).orders[0]  # F0 B0 F1 B1
+
+    def marked(place: int, kinds: str = "FBFB") -> str:
+        changed = [action._replace(kind=Kind(kind)) for action, kind in zip(order, kinds, strict=True)]
+        changed[place] = changed[place]._replace(combined=True)
+        return str(error_of(with_order(classic.one_f_one_b(1, 2), 0, changed)))
+
+    assert "position 0 of stage 0's order, is combined with its own backward" in marked(0)
+    for place, kinds in ((1, "FBFB"), (3, "FBFB"), (0, "FFBB"), (0, "FWFB")):
+        assert f"position {place} of stage 0's order, is marked as combined: only a forward" in marked(place, kinds)
+
+
+def test_a_deadlock_of_combined_actions_says_that_they_may_be_separated() -> None:
+    """Stage 1 needs F1 before it makes what stage 0 needs to start the action that F1 is a half of."""
+    schedule = classic.one_f_one_b(2, 2)
+    first, last = schedule.orders[0], schedule.orders[1]  # F0 F1 B0 B1, F0 B0 F1 B1
+    combined = with_order(schedule, 0, [first[0], first[1]._replace(combined=True), *first[2:]])
+    check_schedule(combined)
+    error = error_of(with_order(combined, 1, [last[0], last[2], last[1], last[3]]))
+    assert "stage 0 B(micro-batch 0, chunk 0) waits for stage 1 B(micro-batch 0, chunk 0)" in str(error)
+    assert "Separate combined actions of these stages, or move stage 0 F(micro-batch 1, chunk 0)" in str(error)
 
 
 def test_a_wrong_frame_is_reported() -> None:

@@ -38,16 +38,29 @@ def communicator(stages: int, stage: int, chunks: int) -> SimpleNamespace:
 
 
 def megatron_order(
-    megatron: SimpleNamespace, stages: int, stage: int, micro_batches: int, chunks: int, group: int, evaluate: bool
+    megatron: SimpleNamespace,
+    stages: int,
+    stage: int,
+    micro_batches: int,
+    chunks: int,
+    group: int,
+    evaluate: bool,
+    combined: bool = False,
 ) -> Order:
-    """What rank `stage` runs, put together from Megatron's functions alone.
+    """What rank `stage` runs, put together from Megatron's functions alone. Combined: each forward after the warm-up
+    is, with the backward behind it.
 
     The table and the warm-up count give signed chunks (positive: forward). Micro-batches follow from how Megatron
     keeps its tensors: one first-in first-out list per chunk.
     """
     table = megatron.table(micro_batches, chunks, group)
     total, _, warm_up, _ = megatron.rank_microbatches(
-        micro_batches, chunks, group, forward_only=evaluate, p2p_communicator=communicator(stages, stage, chunks)
+        micro_batches,
+        chunks,
+        group,
+        forward_only=evaluate,
+        overlap_moe_expert_parallel_comm=combined,
+        p2p_communicator=communicator(stages, stage, chunks),
     )
     signed = megatron.order(warm_up, chunks, table)
     if evaluate:
@@ -57,7 +70,8 @@ def megatron_order(
     for signed_chunk in signed:
         chunk = abs(signed_chunk) - 1
         counts, kind = (forwards, Kind.FORWARD) if signed_chunk > 0 else (backwards, Kind.BACKWARD)
-        actions.append(Action(stage, kind, chunk, counts[chunk]))
+        pair = combined and kind is Kind.FORWARD and len(actions) >= warm_up
+        actions.append(Action(stage, kind, chunk, counts[chunk], pair))
         counts[chunk] += 1
     ours = [(action.micro_batch, action.chunk) for action in actions if action.kind is Kind.FORWARD]
     assert ours == [tuple(entry) for entry in table]
@@ -97,6 +111,20 @@ def test_interleaved_is_megatrons(megatron: SimpleNamespace, stages: int, chunks
                 assert schedule.orders[stage] == expected, f"group size {size}, stage {stage}"
 
 
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("stages", STAGES)
+def test_interleaved_combined_is_megatrons(megatron: SimpleNamespace, stages: int, chunks: int) -> None:
+    for micro_batches in (stages, 2 * stages, 4 * stages):
+        for size in group_sizes(stages, micro_batches):
+            schedule = classic.interleaved_combined(stages, micro_batches, chunks, size)
+            check_schedule(schedule)
+            for stage in range(stages):
+                expected = megatron_order(
+                    megatron, stages, stage, micro_batches, chunks, size or stages, False, combined=True
+                )
+                assert schedule.orders[stage] == expected, f"group size {size}, stage {stage}"
+
+
 def test_interleaved_takes_micro_batches_that_leave_a_full_last_group(megatron: SimpleNamespace) -> None:
     schedule = classic.interleaved(4, 15, 2, 11)
     for stage in range(4):
@@ -108,7 +136,9 @@ def test_stock_order_is_chosen_by_the_chunk_count() -> None:
     assert classic.stock_order(4, 8, 2, 8) == classic.interleaved(4, 8, 2, 8)
 
 
-@pytest.mark.parametrize("generate", [classic.interleaved, classic.forward_only, classic.interleaved_split])
+@pytest.mark.parametrize(
+    "generate", [classic.interleaved, classic.forward_only, classic.interleaved_combined, classic.interleaved_split]
+)
 @pytest.mark.parametrize(
     ("micro_batches", "group_size", "message"),
     [

@@ -8,13 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from support.schedules import combined_schedules
 from support.torch_stages import torch_stages
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from adaptra_megatron.schedule import classic
 from adaptra_megatron.schedule.classic import split_backward
-from adaptra_megatron.schedule.csv_format import overlaps, schedule_from_csv, schedule_to_csv
-from adaptra_megatron.schedule.ir import Schedule, ScheduleError, interleaved
+from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.ir import Schedule, ScheduleError, interleaved, units, v_shape
 from adaptra_megatron.schedule.order_registry import SCHEDULES, make_schedule
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 
@@ -38,9 +40,10 @@ def test_torch_loads_what_we_write_and_writes_what_we_load(schedule: Schedule, t
     runtime = torch_runtime(schedule)
     runtime._load_csv(str(ours), format="compute_only")
     for stage, order in enumerate(schedule.orders):
-        cells = [
-            (action.stage_index, action.computation_type.value, action.microbatch_index)
-            for action in runtime.pipeline_order[stage]
+        halves = [half for action in runtime.pipeline_order[stage] for half in action.sub_actions or [action]]
+        cells = [(half.stage_index, half.computation_type.value, half.microbatch_index) for half in halves]
+        assert [len(unit) for unit in units(order)] == [
+            len(action.sub_actions or [action]) for action in runtime.pipeline_order[stage]
         ]
         assert cells == [(a.chunk * schedule.stages + a.stage, a.kind.value, a.micro_batch) for a in order]
     runtime._dump_csv(str(theirs), format="compute_only")
@@ -48,11 +51,28 @@ def test_torch_loads_what_we_write_and_writes_what_we_load(schedule: Schedule, t
     assert schedule_from_csv(theirs.read_text(), chunks=schedule.chunks) == schedule
 
 
+@given(combined_schedules(placed=True))
+def test_combined_actions_are_written_and_read(schedule: Schedule) -> None:
+    assert schedule_from_csv(schedule_to_csv(schedule)) == schedule
+
+
 def dumped_by_torch(name: str, tmp_path: Path) -> str:
     file = tmp_path / "torch.csv"
     schedule = getattr(torch_schedules, name)(torch_stages(interleaved(4, 2)), 8, loss_fn=SimpleNamespace())
     torch_schedules.PipelineScheduleMulti._dump_csv(schedule, str(file))
     return file.read_text()
+
+
+def test_torchs_dualpipe_v_combines_forwards_and_backwards(tmp_path: Path) -> None:
+    file = tmp_path / "torch.csv"
+    theirs = torch_schedules.ScheduleDualPipeV(torch_stages(v_shape(4)), 8, loss_fn=SimpleNamespace())
+    torch_schedules.PipelineScheduleMulti._dump_csv(theirs, str(file))
+    schedule = schedule_from_csv(file.read_text())
+    assert file.read_text().count("OVERLAP_F_B") == sum(
+        action.combined for order in schedule.orders for action in order
+    )
+    assert schedule.combines
+    check_schedule(schedule)
 
 
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
@@ -97,6 +117,8 @@ def test_chunks_can_be_more_than_the_csv_shows() -> None:
         ("0F0,0B0\n1F0,1X0", r"row 2, column 2: '1X0' is no action"),
         ("0F0,0SEND_X0\n", r"row 1, column 2: '0SEND_X0' is no action"),
         ("0F0,(0F1;0X0)OVERLAP_F_B\n", r"row 1, column 2: '0X0' is no action"),
+        ("0F0,(0F1;0W0)OVERLAP_F_B\n", r"row 1, column 2: '\(0F1;0W0\)OVERLAP_F_B' overlaps other actions than"),
+        ("0F0,(0B0;0F1)OVERLAP_F_B\n", r"column 2: '\(0B0;0F1\)OVERLAP_F_B' overlaps other actions than"),
         ("0F0,,0F\n", r"row 1, column 3: '0F' is no action"),
         ("-1F0\n", r"row 1, column 1: '-1F0' is no action"),
         ("0F0,0B0,1F0\n1B0\n", r"row 1, column 3: '1F0' stands in rank 0's row.*virtual stage 1 on rank 1"),
@@ -126,10 +148,9 @@ def test_numbers_out_of_any_reason_are_refused_without_building_anything() -> No
         ("0F0,0B0,0W0\n1F0,1B0,1W0\n", "0F0,0I0,0W0\n1F0,1I0,1W0\n"),
         ("0F0,0SEND_F0,0RECV_B0,0BW0\n1RECV_F0,1F0,1B0,1SEND_B0,1W0\n", "0F0,0B0\n1F0,1I0,1W0\n"),
         ("0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD\n", "0F0,0B0\n1F0,1B0\n"),
-        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"),
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1,0W0\n1F0,1B0\n", "0F0,(0F1;0I0)OVERLAP_F_B,0B1,0W0\n1F0,1B0\n"),
     ],
     ids=["before torch 2.6", "with communication", "with FSDP's actions", "overlapped"],
 )
 def test_torch_s_other_forms_are_read(theirs: str, plain: str) -> None:
     assert schedule_from_csv(theirs) == schedule_from_csv(plain)
-    assert overlaps(theirs) == ("OVERLAP" in theirs)

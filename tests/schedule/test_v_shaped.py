@@ -52,7 +52,7 @@ def test_every_order_is_valid_here_and_in_torch(
     theirs = {
         stage: [
             torch_schedules._Action(schedule.placement.virtual_stage(stage, chunk), kinds[kind.value], number)
-            for _, kind, chunk, number in order
+            for _, kind, chunk, number, _ in order
         ]
         for stage, order in enumerate(schedule.orders)
     }
@@ -78,7 +78,7 @@ def test_torch_has_the_same_order(
             for part in action.sub_actions or (action,)  # an overlapped pair
         ]
         virtual_stages = [schedule.placement.virtual_stage(stage, chunk) for chunk in (0, 1)]
-        assert actions == [(virtual_stages[chunk], kind.value, number) for _, kind, chunk, number in order]
+        assert actions == [(virtual_stages[chunk], kind.value, number) for _, kind, chunk, number, _ in order]
 
 
 @pytest.mark.parametrize("make", [zb_v, v_half])

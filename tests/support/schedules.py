@@ -4,11 +4,22 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from adaptra_megatron.schedule.classic import split_backward
-from adaptra_megatron.schedule.ir import Action, Kind, Order, Placement, Schedule, interleaved, v_shape
+from adaptra_megatron.schedule.ir import (
+    Action,
+    Kind,
+    Order,
+    Placement,
+    Schedule,
+    ScheduleError,
+    interleaved,
+    v_shape,
+)
 from adaptra_megatron.schedule.order_registry import SCHEDULES, make_schedule, names_for
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 
@@ -40,6 +51,37 @@ def random_schedules(draw: st.DrawFn, *, placed: bool = False) -> Schedule:
     placement = draw(random_placements(stages, chunks)) if placed else interleaved(stages, chunks)
     schedule = random_run(placement, draw(st.integers(1, 5)), random.Random(draw(st.integers(0, 2**32))))
     check_schedule(schedule)
+    return schedule
+
+
+def with_pairs(schedule: Schedule, choice: random.Random) -> Schedule:
+    """`schedule` with half of its forwards that a backward follows marked as combined, whether that can run or not."""
+
+    def marked(order: Order) -> Order:
+        behind = (*order[1:], None)
+        return tuple(
+            action._replace(combined=choice.random() < 0.5)
+            if action.kind is Kind.FORWARD and other is not None and other.kind.sends_gradient
+            else action
+            for action, other in zip(order, behind, strict=True)
+        )
+
+    return replace(schedule, orders=tuple(map(marked, schedule.orders)))
+
+
+@st.composite
+def combined_schedules(draw: st.DrawFn, *, placed: bool = False) -> Schedule:
+    """Random schedules that can run, with combined actions wherever these can, or at fewer places."""
+    schedule = draw(random_schedules(placed=placed))
+    wanted = with_pairs(schedule, random.Random(draw(st.integers(0, 2**32))))
+    for stage, order in enumerate(wanted.orders):
+        for place, action in enumerate(order):
+            if action.combined:
+                tried = [list(each) for each in schedule.orders]
+                tried[stage][place] = action
+                with suppress(ScheduleError):
+                    check_schedule(candidate := replace(schedule, orders=tuple(map(tuple, tried))))
+                    schedule = candidate
     return schedule
 
 

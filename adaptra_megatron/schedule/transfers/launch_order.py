@@ -47,7 +47,7 @@ class OrderedMessage(NamedTuple):
 
 def produced(action: Action, placement: Placement) -> OrderedMessage | None:
     """Return the message that `action` makes; None for weight gradients and at the ends of the model."""
-    stage, kind, chunk, micro_batch = action
+    stage, kind, chunk, micro_batch, _ = action
     if kind is Kind.BACKWARD_WEIGHT:
         return None
     gradient = kind is not Kind.FORWARD
@@ -57,7 +57,7 @@ def produced(action: Action, placement: Placement) -> OrderedMessage | None:
 
 def needed(action: Action, placement: Placement) -> OrderedMessage | None:
     """Return the message that must arrive before `action` starts; None if it needs none."""
-    stage, kind, chunk, micro_batch = action
+    stage, kind, chunk, micro_batch, _ = action
     if kind is Kind.BACKWARD_WEIGHT:
         return None
     gradient = kind is not Kind.FORWARD

@@ -48,7 +48,7 @@ def simulated_traces(simulation: Simulation) -> list[RankTrace]:
         records = []
         free_s = 0.0
         times = zip(order, simulation.start_s[stage], simulation.end_s[stage], strict=True)
-        for (_, kind, chunk, micro_batch), start_s, end_s in times:
+        for (_, kind, chunk, micro_batch, _), start_s, end_s in times:
             records.append(ActionRecord(0, stage, str(kind), chunk, micro_batch, free_s, start_s, end_s))
             free_s = end_s
         traces.append(RankTrace(rank=stage, stage=stage, records=tuple(records)))
@@ -60,7 +60,7 @@ def _arrivals(simulation: Simulation, costs: Costs) -> Iterator[ArrivalRecord]:
     placement = simulation.schedule.placement
     sent: dict[tuple[int, int], list[tuple[float, ArrivalRecord]]] = defaultdict(list)
     for order, ends_s in zip(simulation.schedule.orders, simulation.end_s, strict=True):
-        for (stage, kind, chunk, micro_batch), end_s in zip(order, ends_s, strict=True):
+        for (stage, kind, chunk, micro_batch, _), end_s in zip(order, ends_s, strict=True):
             if kind is Kind.BACKWARD_WEIGHT:
                 continue
             forward = kind is Kind.FORWARD
