@@ -27,11 +27,9 @@ import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be ins
 from adaptra_megatron.control import exchange  # noqa: E402
 from adaptra_megatron.control.decisions import Decision  # noqa: E402
 from adaptra_megatron.control.sidecar import planner_client as keeper  # noqa: E402
-from adaptra_megatron.engine import pipeline  # noqa: E402
-from adaptra_megatron.engine.dispatch import dispatch  # noqa: E402
+from adaptra_megatron.engine import dispatch, measuring, pipeline  # noqa: E402
 from adaptra_megatron.engine.execution import executor  # noqa: E402
 from adaptra_megatron.engine.execution import executor as timers  # noqa: E402
-from adaptra_megatron.engine.measurement import measuring  # noqa: E402
 from adaptra_megatron.transport.single_path import gloo_transport  # noqa: E402
 from testing.replacing import Replaced, Replacement  # noqa: E402
 from testing.training.process_groups import leave_job  # noqa: E402

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from adaptra_megatron.engine.iteration_hooks import IterationHooks
-from adaptra_megatron.engine.measurement.measuring import EndedIteration
+from adaptra_megatron.engine.measuring import EndedIteration
 
 logger = logging.getLogger(__name__)
 

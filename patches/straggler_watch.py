@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
     from adaptra_megatron.engine.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.sync_arrivals import SyncWaits
 
 
 def _waits(runtime: AdaptraRuntime) -> SyncWaits:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _wait_for_computation_alone(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.engine.measurement.measuring import waiting_for_computation_alone
+    from adaptra_megatron.engine.measuring import waiting_for_computation_alone
 
     @functools.wraps(stock)
     def start_or_stop(timer: Any, barrier: bool = False) -> None:

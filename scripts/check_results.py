@@ -38,7 +38,7 @@ _ROUTED_PLANS = (
     ),
     "csrc/schedule/routing",
 )
-_RUNTIME = (f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/dispatch/dispatch.py")
+_RUNTIME = (f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/dispatch.py")
 _HOST_PATH = (
     *(
         f"{_PACKAGE}/transport/host_link/link_thread.py",
@@ -106,9 +106,8 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "online.md": (
         "benchmarks/online.py",
         *(
-            f"{_PACKAGE}/engine/dispatch/dispatch.py",
-            f"{_PACKAGE}/engine/dispatch/online_order.py",
-            f"{_PACKAGE}/engine/dispatch/dispatch.py",
+            f"{_PACKAGE}/engine/dispatch.py",
+            f"{_PACKAGE}/engine/online_order.py",
         ),
     ),
     "fault_tolerance.md": ("benchmarks/fault_tolerance.py", *_FAULT_TOLERANCE),
@@ -126,7 +125,11 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "planner.md": ("benchmarks/planner.py", "tests/schedule/planner_cases.py", *_PLANS),
     "published.md": (*_in("campaigns/published", "cases.py", "simulated.py", "stream_order.py", "real.py"), *_PLANS),
     "replicas.md": ("benchmarks/replicas.py", *_PLANS, *_RUNTIME),
-    "rerouting.md": ("benchmarks/rerouting.py", f"{_PACKAGE}/engine/rerouting", *_ROUTED_PLANS),
+    "rerouting.md": (
+        "benchmarks/rerouting.py",
+        *_in(f"{_PACKAGE}/engine", "rerouting.py", "routed_inputs.py"),
+        *_ROUTED_PLANS,
+    ),
     "routing.md": ("benchmarks/routing.py", *_ROUTED_PLANS),
     "soak.md": (
         "campaigns/soak.py",

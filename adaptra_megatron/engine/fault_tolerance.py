@@ -25,7 +25,7 @@ from adaptra_megatron.elastic.recovery import RankFailure, RecoveryManager
 from adaptra_megatron.elastic.rejoin import JoinResult, RejoiningRank, Return
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
 from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, rejoin_job
-from adaptra_megatron.engine.rerouting.rerouting import Rerouting
+from adaptra_megatron.engine.rerouting import Rerouting
 from adaptra_megatron.engine.training_job import Job, JobEntry
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
 from adaptra_megatron.megatron.megatron_call import PipelineCall

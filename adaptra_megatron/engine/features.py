@@ -57,7 +57,7 @@ class StragglerMonitoring(EngineFeature):
     """Finds replicas that arrive last at gradient synchronisation."""
 
     def __init__(self, config: AdaptraConfig) -> None:
-        from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
+        from adaptra_megatron.engine.sync_arrivals import SyncWaits
 
         super().__init__()
         self._config, self.waits = config, SyncWaits()
@@ -66,7 +66,7 @@ class StragglerMonitoring(EngineFeature):
         """See EngineFeature."""
         if pipeline.job.layout.replicas < 2:
             return IterationHooks(pipeline)
-        from adaptra_megatron.engine.measurement.sync_arrivals import MonitoredIterations, arrivals_of
+        from adaptra_megatron.engine.sync_arrivals import MonitoredIterations, arrivals_of
 
         return MonitoredIterations(pipeline, arrivals_of(pipeline.job, self._config, pipeline.telemetry, self.waits))
 
@@ -74,7 +74,7 @@ class StragglerMonitoring(EngineFeature):
         """See EngineFeature."""
         if job.layout.replicas < 2:
             return StockHooks()
-        from adaptra_megatron.engine.measurement.sync_arrivals import MonitoredStock, arrivals_of
+        from adaptra_megatron.engine.sync_arrivals import MonitoredStock, arrivals_of
 
         return MonitoredStock(arrivals_of(job, self._config, telemetry, self.waits))
 
@@ -144,7 +144,7 @@ def make_features(
     """
     features: list[EngineFeature] = []
     if config.reroute != "off":
-        from adaptra_megatron.engine.rerouting.rerouting import ReroutedTraining
+        from adaptra_megatron.engine.rerouting import ReroutedTraining
 
         features.append(ReroutedTraining(config))
     if config.is_fault_tolerant:
@@ -161,11 +161,11 @@ def make_features(
     if decorate is not None:
         features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))
     if config.profile_ranges:
-        from adaptra_megatron.engine.measurement.megatron_spans import ProfileRanges
+        from adaptra_megatron.engine.megatron_spans import ProfileRanges
 
         features.append(EngineFeature(ProfileRanges))
     if _has_nemo_lens():
-        from adaptra_megatron.engine.measurement.megatron_spans import MegatronSpans
+        from adaptra_megatron.engine.megatron_spans import MegatronSpans
 
         features.append(EngineFeature(MegatronSpans))
     if config.watches_stragglers:

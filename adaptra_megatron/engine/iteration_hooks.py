@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from adaptra_megatron.control.decisions import Decision
     from adaptra_megatron.engine.execution.executor import IterationReport
     from adaptra_megatron.engine.iteration_work import Work
-    from adaptra_megatron.engine.measurement.measuring import EndedIteration
+    from adaptra_megatron.engine.measuring import EndedIteration
     from adaptra_megatron.engine.pipeline import Pipeline
     from adaptra_megatron.engine.training_job import Job, JobEntry
     from adaptra_megatron.megatron.computation import Input, StageComputation

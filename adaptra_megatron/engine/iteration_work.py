@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.control.deciders.plan_state import PlanState
 from adaptra_megatron.control.stage_memory import MemoryMeter
-from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
+from adaptra_megatron.engine.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import ActivationAccount, Steps, planned_steps
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.engine.execution.stage_program import Program, compile_program

@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 
 from adaptra_megatron.common.child_process import OwningProcess
 from adaptra_megatron.common.layout import Cell
@@ -20,20 +22,18 @@ from adaptra_megatron.control.exchange import PlanExchange
 from adaptra_megatron.control.link_steering import FixedPaths, LinkSteering
 from adaptra_megatron.control.sidecar.planner_client import PlannerClient
 from adaptra_megatron.control.stage_memory import MemoryMeter, MemorySource, StageMemory, make_meter
-from adaptra_megatron.engine.dispatch.dispatch import make_dispatcher
-from adaptra_megatron.engine.execution.disturbances import DisturbanceWatch
+from adaptra_megatron.engine.dispatch import make_dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport, PipelineExecutor, make_timer
-from adaptra_megatron.engine.execution.first_iterations import COLD, FirstIterations
 from adaptra_megatron.engine.iteration_hooks import EngineFeature
 from adaptra_megatron.engine.iteration_work import IterationWork, Work
-from adaptra_megatron.engine.measurement.measuring import EndedIteration, Measuring
-from adaptra_megatron.engine.measurement.reporting import (
+from adaptra_megatron.engine.measuring import EndedIteration, Measuring
+from adaptra_megatron.engine.planning import make_planner
+from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
+from adaptra_megatron.engine.reporting import (
     make_telemetry,
     path_states,
     rank_figures,
 )
-from adaptra_megatron.engine.planning import make_planner
-from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
 from adaptra_megatron.engine.training_job import Counters, Job, JobEntry
 from adaptra_megatron.megatron.computation import StageComputation
 from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, work_of
@@ -47,6 +47,86 @@ from adaptra_megatron.transport.message_keys import Transport, TransportError, T
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 logger = logger_of(__name__)
+
+
+_REMEMBERED = 8
+_ENOUGH = 3
+LONG_PAUSE_S = 1.0
+LONG_PAUSE_FACTOR = 5.0
+"""Multiple of the usual pause between two iterations."""
+
+
+class DisturbanceWatch:
+    """Detects disturbances of one rank's iterations. Pure: times are arguments (seconds of the monotonic clock).
+
+    An event that precedes every second iteration or more is part of normal training, not a disturbance; otherwise no
+    iteration would be left to measure.
+    """
+
+    def __init__(self) -> None:
+        self._evaluated = False
+        self._ended_s: float | None = None
+        self._pauses_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._disturbed: deque[bool] = deque(maxlen=_REMEMBERED)
+
+    def evaluated(self) -> None:
+        """Record that an evaluation has run."""
+        self._evaluated = True
+
+    def began(self, now_s: float) -> str | None:
+        """Record the start of a training iteration; return its disturbance in words, or None."""
+        what = "an evaluation just before" if self._evaluated else self._long_pause(now_s)
+        self._evaluated = False
+        self._disturbed.append(what is not None)
+        return what if 2 * sum(self._disturbed) <= max(_ENOUGH, len(self._disturbed)) else None
+
+    def ended(self, now_s: float) -> None:
+        """Record the end of the training iteration."""
+        self._ended_s = now_s
+
+    def _long_pause(self, now_s: float) -> str | None:
+        if self._ended_s is None:
+            return None
+        pause_s = now_s - self._ended_s
+        usual_s = median(self._pauses_s) if len(self._pauses_s) >= _ENOUGH else None
+        self._pauses_s.append(pause_s)
+        if usual_s is None or pause_s < max(LONG_PAUSE_S, LONG_PAUSE_FACTOR * usual_s):
+            return None
+        return f"a pause of {pause_s:.1f} s just before, as for a checkpoint"
+
+
+COLD = "kernels loaded and tuned for the first time"
+"""Name of the disturbance in the timings of a cold iteration."""
+
+
+class FirstIterations:
+    """Recognises one rank's cold iterations: training and evaluation, each message shape, each number of micro-batches.
+
+    Cold iterations are the first of their kind on a GPU, in which kernels are loaded and tuned and buffers made. Any
+    call in one may make the host wait for its whole device. Receives end nevertheless, as they are posted in launch
+    order. So cold iterations differ from others in only two ways. They run stock's order with whole backwards, so that
+    they hold no more memory than stock while allocators grow. They end with a wait for the device, so that none of
+    their work is pending when a plan begins. All ranks agree without communication.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None) -> None:
+        """`synchronize`: waits for the GPU; None on a CPU, where no iteration is cold."""
+        self.cold = False
+        """True while the present iteration is cold."""
+        self._synchronize = synchronize
+        self._seen: set[tuple[bool, tuple[int, ...] | None, int]] = set()
+
+    def begin(self, call: PipelineCall) -> None:
+        """Record the start of the iteration of `call`."""
+        kind = call.forward_only, call.message_shape, call.micro_batches
+        self.cold = self._synchronize is not None and kind not in self._seen
+        self._seen.add(kind)
+
+    def end(self) -> None:
+        """Wait for the device if the iteration, now launched, was cold."""
+        if self.cold and self._synchronize is not None:
+            self._synchronize()
+
 
 RECEIVES_AHEAD = 16
 """Number of receives posted ahead on CPUs. Each holds a buffer for one message."""

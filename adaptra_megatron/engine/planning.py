@@ -15,8 +15,7 @@ from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.exchange import exchange_place
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings, SharedRequests
 from adaptra_megatron.control.sidecar.planner_client import Begin, PathPolicy, PlannerClient, RoutePolicy
-from adaptra_megatron.engine.listening import listen_for
-from adaptra_megatron.engine.training_job import Job
+from adaptra_megatron.engine.training_job import Job, listen_for
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 
 logger = logger_of(__name__)

@@ -7,6 +7,7 @@ import atexit
 import functools
 import gc
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,10 +25,12 @@ from adaptra_megatron.engine.features import Decorate, MakeHooks, make_features
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature
 from adaptra_megatron.engine.pipeline import Pipeline
 from adaptra_megatron.engine.rank_transports import keeps_stock
-from adaptra_megatron.engine.single_stage import ONE_STAGE, SingleStage
+from adaptra_megatron.engine.reporting import make_telemetry
+from adaptra_megatron.engine.training_job import join_job
+from adaptra_megatron.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.megatron.computation import MegatronComputation, StageComputation, stock_inputs
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.megatron.megatron_call import PipelineCall, config_of, pipeline_call
+from adaptra_megatron.megatron.megatron_call import PipelineCall, config_of, pipeline_call, shared_groups
 from adaptra_megatron.megatron.megatron_iteration import (
     finish_gradients,
     iteration,
@@ -36,6 +39,7 @@ from adaptra_megatron.megatron.refusals import kept_in_order
 from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.telemetry.figures.scalars import RankFigures
 from adaptra_megatron.transport.device_session.link_watch import end_process
 from adaptra_megatron.transport.gpu.hardware_queues import NO_PLAN_FASTER
 from adaptra_megatron.transport.gpu.training_device import current_device
@@ -46,10 +50,57 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
+
 _NOT_TIMED = "and its actions and messages are not timed; iterations and their ranks are"
 
 
 Found = TypeVar("Found", bound=EngineFeature)
+
+
+ONE_STAGE = "pipelines have 1 stage (PP 1): there is nothing to adapt, stock's schedule runs"
+
+
+class SingleStage:
+    """Runs stock's iterations on one rank, and reports them to telemetry."""
+
+    def __init__(
+        self, arguments: Mapping[str, Any], config: AdaptraConfig, why: str, features: Sequence[EngineFeature]
+    ) -> None:
+        """Set up telemetry. Collective over the job's ranks, with the first call of each (`arguments`).
+
+        `why`: reason for stock's schedule, for the log. Raises ExchangeError if ranks do not meet.
+        """
+        model, groups = arguments["model"], arguments.get(groups_keyword()) or default_groups()
+        megatron = config_of(model[0] if isinstance(model, list) else model)
+        self._job = join_job(groups.pp, shared_groups(megatron, groups), config)
+        self._telemetry = make_telemetry(self._job, 1, config, goes_on=False)
+        self._hooks = [feature.stock_hooks(self._job, self._telemetry) for feature in features]
+        self.training_iterations = 0
+        self._iterations = 0
+        if self._job.layout.rank == min(self._job.layout.workers):
+            logger.warning("%s", why)
+
+    def run(self, stock: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Run one call of `stock`, Megatron's own schedule; return its result."""
+        begun_s = time.monotonic()
+        self._telemetry.begin(self._iterations)
+        self._telemetry.switch(0)
+        results = stock(**arguments)
+        self._iterations += 1
+        if not arguments.get("forward_only"):
+            self.training_iterations += 1
+            seconds = time.monotonic() - begun_s
+            for each in self._hooks:
+                each.end(self._iterations - 1, seconds)
+            self._telemetry.trained(RankFigures(iteration_s=seconds, peak_in_flight=1.0, plan_number=0))
+        return results
+
+    def close(self) -> None:
+        """End threads and files."""
+        self._job.clock.close()
+        for each in self._hooks:
+            each.close()
+        self._telemetry.close()
 
 
 class _HostPath(NamedTuple):

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -12,12 +13,18 @@ import torch.distributed as dist
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.gathering import gather_layout
 from adaptra_megatron.common.layout import JobLayout
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.clocks import ClockSettings, RelatedClock, relate_clocks
 from adaptra_megatron.control.exchange import exchange_error
 from adaptra_megatron.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.transport.gpu.training_device import current_device, pci_bus_id
+from adaptra_megatron.transport.message_keys import TransportError
+from adaptra_megatron.transport.setup.host_placement import listen_tcp, listening_host
 from adaptra_megatron.transport.setup.rnic_affinity import RnicError, rank_rnics
+
+logger = logger_of(__name__)
+
 
 Result = TypeVar("Result")
 
@@ -91,3 +98,17 @@ def _rnics(config: AdaptraConfig) -> tuple[str, ...]:
     with contextlib.suppress(RnicError):
         return rank_rnics(config.rnics, pci_bus_id(current_device()))
     return config.rnics
+
+
+def listen_for(layout: JobLayout, ranks: Collection[int], config: AdaptraConfig, effect: str) -> socket.socket:
+    """Return a socket on which `ranks` can reach this rank.
+
+    If no address of this host can be reached from other hosts, only ranks of this host can connect, and a warning names
+    the consequence (`effect`).
+    """
+    one_host = layout.share_network(ranks)
+    try:
+        return listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)[0]
+    except TransportError as cause:
+        logger.warning("measurements of ranks on other hosts cannot be handed in, %s: %s", effect, cause)
+        return listen_tcp("127.0.0.1")[0]  # a firewall between hosts does not matter, and the range may be full

@@ -10,7 +10,7 @@ namespace adaptra {
 using Split = std::vector<char>;
 
 // How a dispatcher decides. The default is what `simulate_online` does: B > F > W, never idle by choice. The executor's
-// own rule is another, the plan first: engine/dispatch/online_order.py.
+// own rule is another, the plan first: engine/online_order.py.
 struct Policy {
     Split split;
     const Urgency* urgency = nullptr;

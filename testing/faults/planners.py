@@ -49,7 +49,7 @@ def exact_times(compute: EmulatedCompute) -> Replaced:
     This lasts until the result is undone. Times of messages are still measured. If replicas make updates separately, a
     gradient counts as one backward of the first stage.
     """
-    from adaptra_megatron.engine.measurement import measuring
+    from adaptra_megatron.engine import measuring
     from adaptra_megatron.megatron import replica_updates
 
     @functools.wraps(stage_measurement)

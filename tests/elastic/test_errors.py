@@ -24,7 +24,7 @@ from adaptra_megatron.elastic.failure_errors import (
     of_script,
     owned,
 )
-from adaptra_megatron.engine.dispatch.dispatch import StageTeamError
+from adaptra_megatron.engine.dispatch import StageTeamError
 from adaptra_megatron.transport.message_keys import AbortedError, TransportError
 
 LIKE_A_NETWORK = (

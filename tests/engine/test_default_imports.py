@@ -17,8 +17,8 @@ PROGRAM = str(Path(__file__).with_name("imported_ranks.py"))
 MOST_LINES = 16_400
 """Of code, on any rank on the CPU; one on a GPU needs NCCL's links and copies, too. May fall; what makes it
 grow is imported where it is used instead."""
-BY_FLAG = ("engine.fault_tolerance", "engine.rejoining", "engine.rerouting.rerouting", "engine.update_features")
-BY_FLAG += ("engine.measurement.megatron_spans", "elastic.recovery", "gradsync.replica_sums")
+BY_FLAG = ("engine.fault_tolerance", "engine.rejoining", "engine.rerouting", "engine.update_features")
+BY_FLAG += ("engine.megatron_spans", "elastic.recovery", "gradsync.replica_sums")
 BY_FLAG += ("gradsync.all_reduce.algorithms", "telemetry.events.event_log", "telemetry.figures.exported")
 BY_FLAG += (
     "telemetry.tracing.trace",

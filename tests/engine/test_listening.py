@@ -12,7 +12,7 @@ from support.made_up.job import layout
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.ports import PortRange
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.engine.listening import listen_for
+from adaptra_megatron.engine.training_job import listen_for
 
 SAID = "measurements of ranks on other hosts cannot be handed in"
 

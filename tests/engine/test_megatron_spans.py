@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adaptra_megatron.engine.measurement.megatron_spans import SpannedTransport, megatron_span, spanned_computation
+from adaptra_megatron.engine.megatron_spans import SpannedTransport, megatron_span, spanned_computation
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, Transport, TransportError
 
 

@@ -17,7 +17,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.engine.execution.stage_program import compile_program
-from adaptra_megatron.engine.measurement.measuring import add_times
+from adaptra_megatron.engine.measuring import add_times
 from adaptra_megatron.schedule.classic import split_backward, stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord

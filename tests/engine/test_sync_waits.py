@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.control.detector.straggler_arrivals import Row
-from adaptra_megatron.engine.measurement.sync_arrivals import SyncArrivals
-from adaptra_megatron.engine.measurement.sync_waits import ClockMoments, StreamMoments, SyncWaits
+from adaptra_megatron.engine.sync_arrivals import ClockMoments, StreamMoments, SyncArrivals, SyncWaits
 
 
 class Stream:

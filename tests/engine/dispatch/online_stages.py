@@ -8,8 +8,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection
 
-from adaptra_megatron.engine.dispatch.online_order import OnlineOrder
 from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep, compile_program
+from adaptra_megatron.engine.online_order import OnlineOrder
 from adaptra_megatron.schedule.ir import Action, Schedule
 from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage
 

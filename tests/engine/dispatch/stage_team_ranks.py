@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
-from adaptra_megatron.engine.dispatch import dispatch as stage_lockstep
-from adaptra_megatron.engine.dispatch.dispatch import StageTeam, StageTeamError
+from adaptra_megatron.engine import dispatch as stage_lockstep
+from adaptra_megatron.engine.dispatch import StageTeam, StageTeamError
 
 LEADER, FOLLOWERS = 1, (0, 2)
 NUMBERS = 200

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from adaptra_megatron.engine.dispatch.dispatch import STEADY_AFTER, TRIED_AFTER, UNSTEADY_AFTER, ArrivalJitter
+from adaptra_megatron.engine.dispatch import STEADY_AFTER, TRIED_AFTER, UNSTEADY_AFTER, ArrivalJitter
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
 
 ACTION_S = 0.02

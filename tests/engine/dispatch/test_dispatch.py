@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
-from adaptra_megatron.engine.dispatch import dispatch
-from adaptra_megatron.engine.dispatch.dispatch import Dispatcher, count_moved
+from adaptra_megatron.engine import dispatch
+from adaptra_megatron.engine.dispatch import Dispatcher, count_moved
 from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
 from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep, compile_program
 from adaptra_megatron.schedule.classic import split_backward, stock_order

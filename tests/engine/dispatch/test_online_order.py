@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from online_stages import SimulatedStages
 from support.schedules import named_schedules, random_schedules
 
-from adaptra_megatron.engine.dispatch.online_order import OnlineOrder
 from adaptra_megatron.engine.execution.stage_program import compile_program
+from adaptra_megatron.engine.online_order import OnlineOrder
 from adaptra_megatron.schedule.classic import gpipe, split_backward, stock_order
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.ir import Schedule

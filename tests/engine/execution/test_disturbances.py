@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptra_megatron.engine.execution.disturbances import DisturbanceWatch
+from adaptra_megatron.engine.pipeline import DisturbanceWatch
 
 
 def run(watch: DisturbanceWatch, now_s: float, pause_s: float, *, evaluated: bool = False) -> tuple[str | None, float]:

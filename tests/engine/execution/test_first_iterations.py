@@ -17,7 +17,7 @@ from support.processes import RankResult
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.deciders.plan_state import PlanState
-from adaptra_megatron.engine.execution.first_iterations import FirstIterations
+from adaptra_megatron.engine.pipeline import FirstIterations
 from adaptra_megatron.schedule.classic import split_backward, stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.simulator import peak_in_flight

@@ -17,7 +17,7 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.control.deciders.route_decider import CellOrder
 from adaptra_megatron.elastic.generation import Generation, GenerationId
-from adaptra_megatron.engine.rerouting.rerouting import DegradedRoutes, evaluation_order
+from adaptra_megatron.engine.rerouting import DegradedRoutes, evaluation_order
 from adaptra_megatron.schedule.costs import uniform_costs
 
 

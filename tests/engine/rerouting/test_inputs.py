@@ -18,9 +18,9 @@ from torch.distributed import HashStore
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.elastic.failure_errors import EpochEndedError
-from adaptra_megatron.engine.rerouting import rerouting
-from adaptra_megatron.engine.rerouting import routed_inputs as rerouted_inputs
-from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs
+from adaptra_megatron.engine import rerouting
+from adaptra_megatron.engine import routed_inputs as rerouted_inputs
+from adaptra_megatron.engine.routed_inputs import RoutableInputs
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.megatron.state.random_states import MicroBatchRandom
 from adaptra_megatron.routable_data import RoutableMicroBatches

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.engine.rerouting.micro_batches import Home
-from adaptra_megatron.engine.rerouting.routed_inputs import Reports, brought_home, form_of, reports_like
+from adaptra_megatron.engine.routed_inputs import Home, Reports, brought_home, form_of, reports_like
 
 REPLICAS, MICRO_BATCHES = 3, 4
 

@@ -15,7 +15,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator
 from torch.utils.data import DataLoader, Dataset
 
-from adaptra_megatron.engine.rerouting.micro_batches import Home, MicroBatchFeed, source_of
+from adaptra_megatron.engine.routed_inputs import Home, MicroBatchFeed, source_of
 from adaptra_megatron.megatron.megatron_iteration import repeats_iteration
 from adaptra_megatron.routable_data import RoutableMicroBatches
 

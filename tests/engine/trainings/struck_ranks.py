@@ -31,9 +31,9 @@ from adaptra_megatron.common.layout import Cell  # noqa: E402
 from adaptra_megatron.elastic.generation import FIRST  # noqa: E402
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups  # noqa: E402
 from adaptra_megatron.engine import iteration_work  # noqa: E402
+from adaptra_megatron.engine import rerouting as degraded  # noqa: E402
 from adaptra_megatron.engine.execution.executor import ActivationAccount  # noqa: E402
-from adaptra_megatron.engine.rerouting import rerouting as degraded  # noqa: E402
-from adaptra_megatron.engine.rerouting.rerouting import Rerouting  # noqa: E402
+from adaptra_megatron.engine.rerouting import Rerouting  # noqa: E402
 from adaptra_megatron.megatron.computation import MegatronComputation  # noqa: E402
 from adaptra_megatron.schedule.ir import Kind  # noqa: E402
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts  # noqa: E402

@@ -15,10 +15,10 @@ from adaptra_megatron.control.exchange import PlanExchange
 from adaptra_megatron.control.link_steering import FixedPaths
 from adaptra_megatron.control.measurements import stage_measurement
 from adaptra_megatron.control.stage_memory import StageMemory
-from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
+from adaptra_megatron.engine.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.iteration_hooks import IterationHooks
-from adaptra_megatron.engine.measurement.reporting import arrival_records
+from adaptra_megatron.engine.reporting import arrival_records
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.ir import Kind

@@ -22,7 +22,7 @@ from adaptra_megatron.elastic.protocol_store import said_by_one
 from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, Inputs, IterationHooks
 from adaptra_megatron.engine.iteration_work import Work
-from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs, receives_wait
+from adaptra_megatron.engine.routed_inputs import RoutableInputs, receives_wait
 from adaptra_megatron.megatron.gradients.gradient_sync import gather_parameters
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.costs import Costs, uniform_costs

@@ -32,10 +32,10 @@ from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.elastic.failure_errors import LateRankError
-from adaptra_megatron.engine.dispatch.online_order import OnlineOrder
 from adaptra_megatron.engine.execution.executor import Steps
 from adaptra_megatron.engine.execution.inbox import Inbox
 from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
+from adaptra_megatron.engine.online_order import OnlineOrder
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
