@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.common.ports import PortRange
-from adaptra_megatron.gradsync.all_reduce import ALGORITHM_HELP
+from adaptra_megatron.gradsync import ALGORITHM_HELP
 from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.ir import Placement, Schedule, ScheduleError

@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import AllReduceWire, hidden_s, ring_s, stock_s, stragglar_s
-from adaptra_megatron.gradsync.replica_lateness import PERSISTENT
+from adaptra_megatron.gradsync.all_reduce_algorithms import AllReduceWire, hidden_s, ring_s, stock_s, stragglar_s
+from adaptra_megatron.gradsync.replica_sums import PERSISTENT
 from adaptra_megatron.tools.local_ranks.launch_ranks import run_ranks
 
 NBYTES = 4 * 8 * 7 * 60

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.gradsync import peer_messages as peers
-from adaptra_megatron.gradsync.all_reduce.algorithms import AllReduceWire, chain_chunks, stock_s
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden, ring
-from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
+from adaptra_megatron.gradsync.all_reduce_algorithms import AllReduceWire, chain_chunks, stock_s
+from adaptra_megatron.gradsync.all_reduce_rounds import AllReduce, hidden, ring
+from adaptra_megatron.gradsync.stragglar import stragglar
 from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
 from testing.replacing import Replaced, Replacement
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from adaptra_megatron.gradsync.sync_modes.modes import Mode, ModeKind, choose
-from adaptra_megatron.gradsync.sync_modes.updates import Update
+from adaptra_megatron.gradsync.sync_modes import Mode, ModeKind, choose
+from adaptra_megatron.gradsync.update_order import Update
 from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS, run_ranks
 from testing.jobs.fork_server import ForkServer
 from testing.update_simulation import updates_of

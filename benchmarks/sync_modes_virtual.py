@@ -21,8 +21,8 @@ from statistics import fmean
 
 from sync_modes import EVALUATED, REPLICAS, SLOWDOWN, STALENESS, STRAGGLER, arguments, iterations_of, seconds_to
 
-from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient, ModeDecider
-from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Updates
+from adaptra_megatron.gradsync.mode_decider import Gradient, ModeDecider
+from adaptra_megatron.gradsync.update_order import CatchUp, Updates
 from testing.megatron.megatron_on_cpu import install
 
 install()

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from adaptra_megatron.gradsync.sync_modes.mode_decider import KEPT, predicted_s
-from adaptra_megatron.gradsync.sync_modes.modes import stragglers
+from adaptra_megatron.gradsync.mode_decider import KEPT, predicted_s
+from adaptra_megatron.gradsync.sync_modes import stragglers
 
 FIRST, WINDOW = 8, 24
 """Steps that are not predicted, and those that autoregression learns from at most."""

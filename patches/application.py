@@ -9,18 +9,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.checkpoints import PATCHES as TRAINING_PATCHES
-from adaptra_megatron.patches.distributed_optimizer import PATCHES as OPTIMIZER_PATCHES
-from adaptra_megatron.patches.gradient_counts import PATCHES as COUNT_PATCHES
-from adaptra_megatron.patches.gradient_reductions import PATCHES as GRADIENT_PATCHES
-from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
-from adaptra_megatron.patches.replica_updates import PATCHES as UPDATE_PATCHES
-from adaptra_megatron.patches.staggered_optimizer import PATCHES as STAGGERING_PATCHES
-from adaptra_megatron.patches.starting_again import PATCHES as STARTING_PATCHES
-from adaptra_megatron.patches.straggler_watch import PATCHES as WATCHING_PATCHES
+from adaptra_megatron.patches.always import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES
+from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
-from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PATCHES
-from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
+from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
 
 from adaptra_megatron import __version__
 from adaptra_megatron.common.environment import what_is_too_old
@@ -33,12 +25,6 @@ if TYPE_CHECKING:
     from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 logger = logger_of(__name__)
-
-PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES + TIMER_PATCHES
-"""Everything that is changed in Megatron, in the order in which it is applied."""
-
-FAULT_TOLERANCE_PATCHES: tuple[Patch, ...] = OPTIMIZER_PATCHES + COUNT_PATCHES + STARTING_PATCHES
-"""What is changed as well where training survives rank failures."""
 
 _MARK = "adaptra_applied"
 

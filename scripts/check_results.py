@@ -38,6 +38,7 @@ _ROUTED_PLANS = (
     ),
     "csrc/schedule/routing",
 )
+_SYNC_MODES = _in(f"{_PACKAGE}/gradsync", "sync_modes.py", "update_order.py", "mode_decider.py")
 _RUNTIME = (f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/dispatch.py")
 _HOST_PATH = (
     *(
@@ -97,9 +98,9 @@ SOURCES: Mapping[str, Sequence[str]] = {
         *_in("benchmarks", "gradient_sync.py", "gradient_sync_rank.py"),
         *(f"{_PACKAGE}/gradsync/straggler_all_reduce.py", f"{_PACKAGE}/gradsync/peer_messages.py"),
         *(
-            f"{_PACKAGE}/gradsync/all_reduce/all_reduce_rounds.py",
-            f"{_PACKAGE}/gradsync/all_reduce/stragglar.py",
-            f"{_PACKAGE}/gradsync/all_reduce/algorithms.py",
+            f"{_PACKAGE}/gradsync/all_reduce_rounds.py",
+            f"{_PACKAGE}/gradsync/stragglar.py",
+            f"{_PACKAGE}/gradsync/all_reduce_algorithms.py",
         ),
     ),
     "host_path.md": ("benchmarks/host_path.py", f"{_PACKAGE}/transport/dual_path", *_HOST_PATH),
@@ -141,17 +142,17 @@ SOURCES: Mapping[str, Sequence[str]] = {
         f"{_PACKAGE}/megatron/staggered_optimizer.py",
         f"{_PACKAGE}/schedule/periods.py",
     ),
-    "sync_modes_virtual.md": ("benchmarks/sync_modes_virtual.py", f"{_PACKAGE}/gradsync/sync_modes"),
+    "sync_modes_virtual.md": ("benchmarks/sync_modes_virtual.py", *_SYNC_MODES),
     "sync_modes.md": (
         "benchmarks/sync_modes.py",
-        f"{_PACKAGE}/gradsync/sync_modes",
+        *_SYNC_MODES,
         *(
             f"{_PACKAGE}/gradsync/replica_sums.py",
             f"{_PACKAGE}/gradsync/straggler_all_reduce.py",
             f"{_PACKAGE}/gradsync/update_log.py",
         ),
     ),
-    "sync_predictors.md": ("benchmarks/sync_predictors.py", f"{_PACKAGE}/gradsync/sync_modes/mode_decider.py"),
+    "sync_predictors.md": ("benchmarks/sync_predictors.py", f"{_PACKAGE}/gradsync/mode_decider.py"),
     "traces.md": ("benchmarks/traces.py", f"{_PACKAGE}/schedule/routing/balance.py", *_ROUTED_PLANS),
     "transport.md": (f"{_PACKAGE}/tools/local_ranks/transport_bench.py", *_HOST_PATH),
     "verbs.md": ("benchmarks/verbs.py", f"{_PACKAGE}/transport/wires/verbs"),

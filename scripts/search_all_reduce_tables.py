@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for the tables in adaptra_megatron/gradsync/all_reduce/tables.csv, with CP-SAT: a few minutes for all.
+"""Search for the tables in adaptra_megatron/gradsync/tables.csv, with CP-SAT: a few minutes for all.
 
     search_all_reduce_tables.py FIRST LAST [--limit-s=60]
 
-Prints one line per number of ranks that is no power of two; adaptra_megatron/gradsync/all_reduce/stragglar.py says what
+Prints one line per number of ranks that is no power of two; adaptra_megatron/gradsync/stragglar.py says what
 its columns mean, and why so small a table is enough.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from ortools.sat.python import cp_model
 
-from adaptra_megatron.gradsync.all_reduce.stragglar import held_after_cycles, least_rounds
+from adaptra_megatron.gradsync.stragglar import held_after_cycles, least_rounds
 
 
 def ages(ranks: int, limit_s: float, extra: int) -> list[int] | None:

@@ -7,8 +7,8 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from adaptra_megatron.gradsync.sync_modes.modes import AVERAGED, SETTLING, Mode, Pace
-from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Update, Updates
+from adaptra_megatron.gradsync.sync_modes import AVERAGED, SETTLING, Mode, Pace
+from adaptra_megatron.gradsync.update_order import CatchUp, Update, Updates
 
 ComputeS = Callable[[int, int], float]
 """Seconds that a replica takes for its n-th gradient (from 0)."""

@@ -27,8 +27,8 @@ from adaptra_megatron.megatron.computation import Input
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.megatron_iteration import repeats_iteration
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.megatron.state.attempt_state import MicroBatchRandom
 from adaptra_megatron.megatron.state.random_draws import DRAWS
-from adaptra_megatron.megatron.state.random_states import MicroBatchRandom
 from adaptra_megatron.schedule.routing.balance import balanced_replicas
 from adaptra_megatron.transport.gpu.training_device import current_device
 

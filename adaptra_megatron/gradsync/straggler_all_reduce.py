@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one rank's part of any `AllReduce`, around a straggler that may be any rank.
-
-The algorithms are in `gradsync/all_reduce/`.
-"""
+"""Run one rank's part of any `AllReduce`, around a straggler that may be any rank."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, RoundPhase, RoundStep, ring
+from adaptra_megatron.gradsync.all_reduce_rounds import AllReduce, RoundPhase, RoundStep, ring
 from adaptra_megatron.gradsync.peer_messages import Begun, PeerExchange, PeerMessage
 
 _OPEN = 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log of the order in which replicas arrive: a list in the job's store, to which each replica appends.
 
-No rank decides for others: each reads the list in a thread, and computes the same updates (`sync_modes.updates`) and
+No rank decides for others: each reads the list in a thread, and computes the same updates (`update_order`) and
 the same modes from it.
 """
 
@@ -22,10 +22,10 @@ from adaptra_megatron.common.control_store import ControlStore, DeadlineStore
 from adaptra_megatron.common.foreign_errors import is_store_timeout
 from adaptra_megatron.common.gathering import epoch_group
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.gradsync.mode_decider import Gradient, ModeDecider
 from adaptra_megatron.gradsync.peer_messages import PeerError
-from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient, ModeDecider
-from adaptra_megatron.gradsync.sync_modes.modes import ModeKind
-from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Event, Handover, Update, Updates
+from adaptra_megatron.gradsync.sync_modes import ModeKind
+from adaptra_megatron.gradsync.update_order import CatchUp, Event, Handover, Update, Updates
 
 _CLOSE_S = 2.0
 """Longest wait of closing for a thread to end."""

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.gathering import gather
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.gradsync.mode_decider import Gradient
 from adaptra_megatron.gradsync.peer_messages import PeerMessage, Peers
 from adaptra_megatron.gradsync.straggler_all_reduce import sum_over
-from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient
-from adaptra_megatron.gradsync.sync_modes.modes import ModeKind
-from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Handover, Met, Update
+from adaptra_megatron.gradsync.sync_modes import ModeKind
 from adaptra_megatron.gradsync.update_log import UpdateLog
+from adaptra_megatron.gradsync.update_order import CatchUp, Handover, Met, Update
 from adaptra_megatron.megatron.compat import data_parallel_group, default_groups, groups_keyword
 from adaptra_megatron.megatron.gradients.gradient_reduction import check_gradients
 from adaptra_megatron.megatron.megatron_call import config_of

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.common.control_store import ControlStore
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden, ring
-from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
+from adaptra_megatron.gradsync.all_reduce_rounds import AllReduce, hidden, ring
 from adaptra_megatron.gradsync.peer_messages import Begun, PeerError, PeerMessage, Peers
+from adaptra_megatron.gradsync.stragglar import stragglar
 from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
 
 TIMEOUT_S = 30.0

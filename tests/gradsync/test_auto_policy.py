@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import (
+from adaptra_megatron.gradsync.all_reduce_algorithms import (
     ALGORITHMS,
     STOCK,
     AlgorithmChoice,
@@ -16,7 +16,7 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import (
     choose,
     stock_s,
 )
-from adaptra_megatron.gradsync.replica_lateness import Lateness
+from adaptra_megatron.gradsync.replica_sums import Lateness
 
 WIRE = AllReduceWire(latency_s=3e-6, byte_s=1 / (154 * 2**30))
 """By the delay from which on StragglAR gains there, 39 ms: half of s * b with 4 replicas."""

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden
-from adaptra_megatron.gradsync.background_reductions import Background
+from adaptra_megatron.gradsync.all_reduce_algorithms import ALGORITHMS
+from adaptra_megatron.gradsync.all_reduce_rounds import AllReduce, hidden
 from adaptra_megatron.gradsync.peer_messages import Begun, PeerMessage
-from adaptra_megatron.gradsync.replica_lateness import PERSISTENT, Lateness
-from adaptra_megatron.gradsync.replica_sums import ReplicaSums
+from adaptra_megatron.gradsync.replica_sums import PERSISTENT, Lateness, ReplicaSums
+from adaptra_megatron.megatron.gradients.gradient_reduction import Background
 
 RANKS = 4
 

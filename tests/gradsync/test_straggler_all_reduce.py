@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from support.processes import RankResult
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import hidden, ring
-from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
+from adaptra_megatron.gradsync.all_reduce_rounds import hidden, ring
 from adaptra_megatron.gradsync.peer_messages import PeerError, PeerMessage, Peers
+from adaptra_megatron.gradsync.stragglar import stragglar
 
 RANKS = str(Path(__file__).with_name("all_reduce_ranks.py"))
 StartRanks = Callable[..., list[RankResult]]

@@ -16,11 +16,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.gradsync.mode_decider import Gradient
 from adaptra_megatron.gradsync.peer_messages import PeerError
-from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient
-from adaptra_megatron.gradsync.sync_modes.modes import ModeKind
-from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Handover, Met, Update
+from adaptra_megatron.gradsync.sync_modes import ModeKind
 from adaptra_megatron.gradsync.update_log import UpdateLog
+from adaptra_megatron.gradsync.update_order import CatchUp, Handover, Met, Update
 
 TIMEOUT_S = 60.0
 VICTIM, UPDATES = 1, 24

@@ -166,9 +166,9 @@ def main(instances: int) -> None:
     install()
     from megatron.core import parallel_state
 
-    from patches.gradient_counts import PATCHES
+    from patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
 
-    (patch,) = PATCHES
+    (patch,) = (each for each in FAULT_TOLERANCE_PATCHES if each.identity == "gradient-counts")
     owner, attribute = patch.owner()
     setattr(owner, attribute, patch.replace(getattr(owner, attribute), None))  # type: ignore[arg-type]
     sharded, overlapped = {"use_distributed_optimizer": True}, {"overlap_grad_reduce": True}

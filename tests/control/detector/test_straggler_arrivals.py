@@ -21,7 +21,7 @@ from adaptra_megatron.control.detector.straggler_arrivals import (
     Stragglers,
     beyond_others,
 )
-from adaptra_megatron.gradsync.replica_lateness import last_arrival
+from adaptra_megatron.gradsync.replica_sums import last_arrival
 
 ITERATION_S, SYNC_S = 1.5, 0.1
 

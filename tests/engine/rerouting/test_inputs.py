@@ -22,7 +22,7 @@ from adaptra_megatron.engine import rerouting
 from adaptra_megatron.engine import routed_inputs as rerouted_inputs
 from adaptra_megatron.engine.routed_inputs import RoutableInputs
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
-from adaptra_megatron.megatron.state.random_states import MicroBatchRandom
+from adaptra_megatron.megatron.state.attempt_state import MicroBatchRandom
 from adaptra_megatron.routable_data import RoutableMicroBatches
 from adaptra_megatron.schedule.ir import Place
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, RoundPhase
+from adaptra_megatron.gradsync.all_reduce_rounds import AllReduce, RoundPhase
 
 State = dict[tuple[int, int], frozenset[int]]
 """By rank and chunk: the ranks whose values are in the sum there."""

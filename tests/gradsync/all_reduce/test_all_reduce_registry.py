@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptra_megatron.config import GRADIENT_SYNCS, AdaptraConfig
-from adaptra_megatron.gradsync.all_reduce import ALGORITHM_HELP
-from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS, STOCK, AllReduceWire, choose, overlapped_nbytes
+from adaptra_megatron.gradsync import ALGORITHM_HELP
+from adaptra_megatron.gradsync.all_reduce_algorithms import ALGORITHMS, STOCK, AllReduceWire, choose, overlapped_nbytes
 
 each_row = pytest.mark.parametrize("name", ALGORITHMS)
 wires = st.builds(AllReduceWire, st.floats(1e-9, 1e-3), st.floats(1e-13, 1e-6))

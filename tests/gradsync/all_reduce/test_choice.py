@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import (
+from adaptra_megatron.gradsync.all_reduce_algorithms import (
     ALGORITHMS,
     LEAST_GAIN,
     STOCK,
@@ -25,8 +25,8 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import (
     stragglar_s,
     stragglar_waiting_s,
 )
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import RoundPhase, hidden, ring
-from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
+from adaptra_megatron.gradsync.all_reduce_rounds import RoundPhase, hidden, ring
+from adaptra_megatron.gradsync.stragglar import stragglar
 
 PAPER = AllReduceWire(latency_s=3e-6, byte_s=1 / (450 * 2**30))
 GIB = 2**30

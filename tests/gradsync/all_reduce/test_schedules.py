@@ -10,8 +10,8 @@ from gradsync.all_reduce.replay import replay
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, RoundPhase, Transfer, hidden, ring
-from adaptra_megatron.gradsync.all_reduce.stragglar import has_stragglar, stragglar, stragglar_rounds
+from adaptra_megatron.gradsync.all_reduce_rounds import AllReduce, RoundPhase, Transfer, hidden, ring
+from adaptra_megatron.gradsync.stragglar import has_stragglar, stragglar, stragglar_rounds
 from adaptra_megatron.schedule.ir import ScheduleError
 
 LONGER: frozenset[int] = frozenset({63})

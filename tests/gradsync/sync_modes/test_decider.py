@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from adaptra_megatron.gradsync.sync_modes.mode_decider import LEAST, Gradient, ModeDecider
-from adaptra_megatron.gradsync.sync_modes.modes import Candidate, Mode, ModeKind
-from adaptra_megatron.gradsync.sync_modes.updates import Update
+from adaptra_megatron.gradsync.mode_decider import LEAST, Gradient, ModeDecider
+from adaptra_megatron.gradsync.sync_modes import Candidate, Mode, ModeKind
+from adaptra_megatron.gradsync.update_order import Update
 
 REPLICAS = 8
 TOGETHER = Update(0, tuple(range(REPLICAS)), (), (), True, REPLICAS)

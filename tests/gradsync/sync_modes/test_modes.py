@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.gradsync.sync_modes.modes import (
+from adaptra_megatron.gradsync.sync_modes import (
     STRAGGLING,
     Mode,
     ModeKind,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.gradsync.sync_modes.modes import Mode
-from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Event, Handover, Met, Update, Updates
+from adaptra_megatron.gradsync.sync_modes import Mode
+from adaptra_megatron.gradsync.update_order import CatchUp, Event, Handover, Met, Update, Updates
 from adaptra_megatron.schedule.ir import ScheduleError
 
 

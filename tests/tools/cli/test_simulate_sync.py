@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import (
+from adaptra_megatron.gradsync.all_reduce_algorithms import (
     ALGORITHMS,
     AllReduceWire,
     choose,
@@ -21,7 +21,7 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import (
     stock_s,
     stragglar_s,
 )
-from adaptra_megatron.gradsync.sync_modes.modes import Mode, pace
+from adaptra_megatron.gradsync.sync_modes import Mode, pace
 from adaptra_megatron.tools.cli.main import main
 
 WORDS = ["--size", "1GiB,64MiB", "--bandwidth", "450GiB/s", "--latency", "3us", "--compute", "1s"]

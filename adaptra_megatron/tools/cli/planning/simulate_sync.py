@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from adaptra_megatron.gradsync.all_reduce.algorithms import (
+from adaptra_megatron.gradsync.all_reduce_algorithms import (
     ALGORITHMS,
     STOCK,
     AllReduceWire,
@@ -20,9 +20,9 @@ from adaptra_megatron.gradsync.all_reduce.algorithms import (
     ring_s,
     stock_s,
 )
-from adaptra_megatron.gradsync.all_reduce.stragglar import has_stragglar
-from adaptra_megatron.gradsync.sync_modes.modes import Candidate, ModeKind, candidates
-from adaptra_megatron.gradsync.sync_modes.modes import choose as choose_mode
+from adaptra_megatron.gradsync.stragglar import has_stragglar
+from adaptra_megatron.gradsync.sync_modes import Candidate, ModeKind, candidates
+from adaptra_megatron.gradsync.sync_modes import choose as choose_mode
 from adaptra_megatron.tools.cli.planning.inputs import (
     PER_SECOND,
     SECONDS,

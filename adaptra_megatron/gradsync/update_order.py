@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adaptra_megatron.gradsync.sync_modes.modes import Mode
+from adaptra_megatron.gradsync.sync_modes import Mode
 from adaptra_megatron.schedule.ir import ScheduleError, require_counts
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of megatron.training that let a restarted rank rejoin the job.
+"""Patches for training that survives rank failures: of optimizers, gradient buffers and the start of training.
 
-The rank must rejoin before data are read, since data sets need to know where to begin:
+A restarted rank must rejoin before data are read, since data sets need to know where to begin:
 megatron.training.training.pretrain creates model and optimizer, then data iterators, then trains.
 """
 
@@ -15,6 +15,41 @@ from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.runtime import AdaptraRuntime
+
+
+def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+    from adaptra_megatron.megatron.state.shard_copies import with_copies
+
+    # A subclass, since Megatron tests its optimizers by isinstance.
+    replacement: Callable[..., Any] = with_copies(stock, runtime.feature(FaultTolerance).sharded_optimizers)
+    return replacement
+
+
+def _refusing_layer_wise(stock: Callable[..., Any], _: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.megatron.refusals import layer_wise_error
+
+    @functools.wraps(stock)
+    def __init__(optimizer: Any, *given: Any, **keywords: Any) -> None:  # noqa: N807
+        if hasattr(optimizer, "shard_params"):  # LayerWiseDistributedOptimizer (from 0.16 on), whatever it is called
+            raise layer_wise_error()
+        stock(optimizer, *given, **keywords)
+
+    return __init__
+
+
+def _with_counts(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.elastic.process_group import counts_of
+
+    @functools.wraps(stock)
+    def reset(buffer: Any) -> None:
+        stock(buffer)
+        # A count must be zeroed with its gradients: on its own it would still hold the last iteration's micro-batches.
+        for counts in counts_of([buffer]):
+            counts.zero_()
+
+    return reset
+
 
 _COUNTERS = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
@@ -66,7 +101,31 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
     return build_train_valid_test_data_iterators
 
 
-PATCHES = (
+FAULT_TOLERANCE_PATCHES = (
+    Patch(
+        identity="distributed-optimizer",
+        target="megatron.core.optimizer:DistributedOptimizer",
+        versions=SUPPORTED,
+        parameters=("optimizer", "config", "grad_scaler", "model_chunks", "per_model_buffers", "data_parallel_group"),
+        reason="a rank that fails takes its shard of the optimizer's state with it: another steps a copy of each",
+        replace=_with_copies,
+    ),
+    Patch(
+        identity="chained-optimizer",
+        target="megatron.core.optimizer.optimizer:ChainedOptimizer.__init__",
+        versions=SUPPORTED,
+        parameters=("self", "chained_optimizers"),
+        reason="a layer-wise optimizer, which is a chain, has shards of its state that no other rank has",
+        replace=_refusing_layer_wise,
+    ),
+    Patch(
+        identity="gradient-counts",
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
+        versions=SUPPORTED,
+        parameters=("self",),
+        reason="how many micro-batches a buffer's gradients hold is counted from 0 again where these are set to 0",
+        replace=_with_counts,
+    ),
     Patch(
         identity="setup-model-and-optimizer",
         target="megatron.training.training:setup_model_and_optimizer",

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden
-from adaptra_megatron.gradsync.all_reduce.stragglar import MOST_RANKS, has_stragglar, stragglar, stragglar_rounds
+from adaptra_megatron.gradsync.all_reduce_rounds import AllReduce, hidden
+from adaptra_megatron.gradsync.stragglar import MOST_RANKS, has_stragglar, stragglar, stragglar_rounds
 
 # What all-reduces cost: a latency for each message, seconds for each byte, and the time that the straggler is away.
 # Times are *exposed* ones: from the arrival of the last rank, the straggler, until all have the sum. All ranks have

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define synchronisation modes, predict the time of an update in each, and find which one reaches a loss first.
+"""Define synchronisation modes (STAR, arXiv 2512.09685), predict the time of an update in each, and find which one
+reaches a loss first.
 
 A replica computes a gradient, reports it, and begins again with the parameters of the update that used it. Times are
 seconds per gradient. Versions of parameters count updates.

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from adaptra_megatron.gradsync.sync_modes.modes import (
+from adaptra_megatron.gradsync.sync_modes import (
     Candidate,
     ModeKind,
     choose,
     stragglers,
 )
-from adaptra_megatron.gradsync.sync_modes.updates import Update
+from adaptra_megatron.gradsync.update_order import Update
 
 KEPT, LEAST = 5, 3
 """Number of a replica's latest times whose median predicts the next one, and minimum number of times. Compared with

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
-from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import (
+from adaptra_megatron.gradsync.all_reduce_rounds import (
     AllReduce,
     Round,
     RoundPhase,
