@@ -30,7 +30,7 @@ from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
 from adaptra_megatron.schedule.simulator import simulate
-from adaptra_megatron.telemetry.tracing.trace import read_trace, trace_path
+from adaptra_megatron.telemetry.trace import read_trace, trace_path
 from testing.jobs.fault_tolerant_jobs import run_with_failures
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -21,7 +21,7 @@ from statistics import median
 
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
-from adaptra_megatron.telemetry.tracing.trace import RankTrace, read_traces
+from adaptra_megatron.telemetry.trace import RankTrace, read_traces
 from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
 
 REPLICAS, STAGES, MICRO_BATCHES, CAP = 4, 4, 16, 10

@@ -30,8 +30,8 @@ from adaptra_megatron.control.detector.straggler_causes import HostFigures
 from adaptra_megatron.control.sidecar.report_connections import address_of, framed
 from adaptra_megatron.control.stragglers import straggler_watch as watches
 from adaptra_megatron.control.stragglers.straggler_reports import ADDRESS_KEY, PLACE, CellReport, ReportPace
-from adaptra_megatron.telemetry.events.events import Event
-from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
+from adaptra_megatron.telemetry.events import Event
+from adaptra_megatron.telemetry.scalars import ArrivalFigures
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 ITERATION_S, LOOK_S, LATE = 10.0, 1.0, 0.1

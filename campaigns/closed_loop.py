@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import LinkDetection, PlanSwitched, StampedEvent
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import LinkDetection, PlanSwitched, StampedEvent
 from adaptra_megatron.tools.local_ranks.launch_ranks import Echo, LaunchError
 from campaigns.story_check import check_agreement, check_story
 from testing.faults.network.link_story import LinkFaultScenario, random_story

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     LinkDetection,
     PathChosen,
     PlanMade,

@@ -15,7 +15,7 @@ from typing import Any
 
 from markdown_table import markdown_table
 
-from adaptra_megatron.telemetry.events import events
+from adaptra_megatron.telemetry import events
 
 KINDS = typing.get_args(events.Event)
 

@@ -22,7 +22,7 @@ from adaptra_megatron.config import add_adaptra_arguments
 from adaptra_megatron.engine.bootstrap import HOOKS
 from adaptra_megatron.engine.iteration_hooks import IterationHooks
 from adaptra_megatron.schedule.order_registry import SCHEDULES
-from adaptra_megatron.telemetry.figures.exported import METRICS
+from adaptra_megatron.telemetry.exported_figures import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -170,7 +170,7 @@ def metrics_page() -> str:
     return f"""# Metrics
 
 What `--adaptra-prometheus-port` serves and `--adaptra-otel` sends ([how](telemetry.md)), made by
-`scripts/write_docs.py` from `adaptra_megatron.telemetry.figures.exported.METRICS`. Names and labels are only ever
+`scripts/write_docs.py` from `adaptra_megatron.telemetry.exported_figures.METRICS`. Names and labels are only ever
 added. Metrics with the label `rank` are each rank's own; those with `replica` come from the leading rank of that
 replica alone, whose plans and findings they are about. What is not known or not used is left out.
 

@@ -17,7 +17,7 @@ from support.made_up.runs import Iteration, write_events, write_replicas, write_
 from support.processes import REPOSITORY
 
 from adaptra_megatron.common.reasons import reason_fields
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     Event,
     Fault,

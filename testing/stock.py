@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from adaptra_megatron.telemetry.action_records import ActionRecord, IterationRecorder
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+from adaptra_megatron.telemetry.trace import TraceWriter
 
 OnIteration = Callable[[int, list[ActionRecord]], None]
 

@@ -16,7 +16,7 @@ import yaml
 from event_docs import KINDS, schema
 from support.processes import REPOSITORY
 
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     IterationsTimed,
     LinkDetection,
@@ -28,7 +28,7 @@ from adaptra_megatron.telemetry.events.events import (
     StampedEvent,
     encode,
 )
-from adaptra_megatron.telemetry.figures.exported import METRICS
+from adaptra_megatron.telemetry.exported_figures import METRICS
 
 EXTRAS = REPOSITORY / "extras"
 SERVED = {f"{name}_total" if metric.counter else name: metric for name, metric in METRICS.items()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adaptra_megatron.common.typed_messages import Decoder, encoded
 from adaptra_megatron.telemetry.action_records import Iterations
-from adaptra_megatron.telemetry.figures.scalars import JobFigures
+from adaptra_megatron.telemetry.scalars import JobFigures
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has none in Python 3.10

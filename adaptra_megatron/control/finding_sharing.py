@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.control.decisions import MAX_DECISION_NBYTES, TelemetrySection
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     LinkDetection,
     StageDetection,

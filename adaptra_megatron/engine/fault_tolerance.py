@@ -33,8 +33,8 @@ from adaptra_megatron.megatron.megatron_iteration import forget_gradients
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_for_recovery
 from adaptra_megatron.megatron.state.attempt_state import AttemptState
 from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
-from adaptra_megatron.telemetry.events.events import RanksLost, RanksReturned
-from adaptra_megatron.telemetry.figures.scalars import FailureMetrics, RankFigures
+from adaptra_megatron.telemetry.events import RanksLost, RanksReturned
+from adaptra_megatron.telemetry.scalars import FailureMetrics, RankFigures
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.pipeline import Pipeline

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from adaptra_megatron.engine.training_job import Job, JobEntry
     from adaptra_megatron.megatron.computation import Input, StageComputation
     from adaptra_megatron.megatron.megatron_call import PipelineCall
-    from adaptra_megatron.telemetry.figures.scalars import RankFigures
     from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+    from adaptra_megatron.telemetry.scalars import RankFigures
     from adaptra_megatron.transport.message_keys import Transport
 
 

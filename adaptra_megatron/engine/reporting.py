@@ -18,10 +18,10 @@ from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.megatron.compat import megatron_version
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
-from adaptra_megatron.telemetry.events.changes import PathState
-from adaptra_megatron.telemetry.events.events import RunStarted
-from adaptra_megatron.telemetry.figures.scalars import RankFigures
+from adaptra_megatron.telemetry.changes import PathState
+from adaptra_megatron.telemetry.events import RunStarted
 from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.scalars import RankFigures
 from adaptra_megatron.transport.link_paths import PathCounters
 from adaptra_megatron.transport.message_keys import Direction, MessageTimes, Transport, TwoPathTransport
 

@@ -39,7 +39,7 @@ from adaptra_megatron.megatron.refusals import kept_in_order
 from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
-from adaptra_megatron.telemetry.figures.scalars import RankFigures
+from adaptra_megatron.telemetry.scalars import RankFigures
 from adaptra_megatron.transport.device_session.link_watch import end_process
 from adaptra_megatron.transport.gpu.hardware_queues import NO_PLAN_FASTER
 from adaptra_megatron.transport.gpu.training_device import current_device

@@ -18,8 +18,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron import __version__
-from adaptra_megatron.telemetry.events.event_wording import event_text
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_wording import event_text
+from adaptra_megatron.telemetry.events import (
     Event,
     Fault,
     IterationsTimed,
@@ -31,7 +31,7 @@ from adaptra_megatron.telemetry.events.events import (
     StampedEvent,
     encode,
 )
-from adaptra_megatron.telemetry.figures.exported import METRICS, ExportedFigures
+from adaptra_megatron.telemetry.exported_figures import METRICS, ExportedFigures
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation

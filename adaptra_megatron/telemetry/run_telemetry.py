@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from adaptra_megatron.common.child_process import OwningProcess
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord, Iterations
-from adaptra_megatron.telemetry.events.changes import (
+from adaptra_megatron.telemetry.changes import (
     IterationTimes,
     LeaderWatch,
     PathState,
     PathWatch,
     SwitchWatch,
 )
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     LinkDetection,
     PlanSwitched,
@@ -32,8 +32,8 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     StragglerDetection,
 )
-from adaptra_megatron.telemetry.events.log_lines import RunLog
-from adaptra_megatron.telemetry.figures.scalars import (
+from adaptra_megatron.telemetry.log_lines import RunLog
+from adaptra_megatron.telemetry.scalars import (
     ArrivalFigures,
     JobFigures,
     RankFigures,
@@ -44,11 +44,11 @@ from adaptra_megatron.telemetry.figures.scalars import (
 )
 
 if TYPE_CHECKING:
-    from adaptra_megatron.telemetry.events.event_log import EventLog
-    from adaptra_megatron.telemetry.figures.exported import ExportedFigures, PrometheusEndpoint
+    from adaptra_megatron.telemetry.event_log import EventLog
+    from adaptra_megatron.telemetry.exported_figures import ExportedFigures, PrometheusEndpoint
     from adaptra_megatron.telemetry.open_telemetry import OpenTelemetryExport
-    from adaptra_megatron.telemetry.tracing.trace import TraceWriter
-    from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox, RequestedTraces
+    from adaptra_megatron.telemetry.trace import TraceWriter
+    from adaptra_megatron.telemetry.trace_requests import RequestBox, RequestedTraces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class RunTelemetry:
 
     def _export(self, settings: TelemetrySettings, start: RunStarted) -> None:
         """Set up the exporters. Their modules are imported here, so that other jobs do not import them."""
-        from adaptra_megatron.telemetry.figures.exported import PrometheusEndpoint
+        from adaptra_megatron.telemetry.exported_figures import PrometheusEndpoint
 
         place, self._figures = self._place, _figures(self._place, start)
         if settings.prometheus_port is not None:
@@ -164,8 +164,8 @@ class RunTelemetry:
     def _open_files(self, directory: Path, settings: TelemetrySettings, start: RunStarted) -> None:
         """Open the files of traces and events. Their modules are imported here, so that other jobs do not import
         them."""
-        from adaptra_megatron.telemetry.events.event_log import EventLog
-        from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+        from adaptra_megatron.telemetry.event_log import EventLog
+        from adaptra_megatron.telemetry.trace import TraceWriter
 
         place, offset_s = self._place, self._place.clock_offset_s
         self._events = EventLog(directory, start, run=place.run, rank=place.rank, clock_offset_s=offset_s)
@@ -173,7 +173,7 @@ class RunTelemetry:
             directory, place.rank, place.stage, clock_offset_s=offset_s, goes_on=settings.goes_on
         )
         if not settings.every_iteration:
-            from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox, RequestedTraces
+            from adaptra_megatron.telemetry.trace_requests import RequestBox, RequestedTraces
 
             self._requested = RequestedTraces(self._traces)
             self._box = RequestBox(directory) if place.leads and not place.replica else None
@@ -209,7 +209,7 @@ class RunTelemetry:
         """Return the policy that a user asked for since the last call, on the rank that takes requests; "" if none."""
         if self._directory is None or not self._place.leads or (self._place.replica and self._place.decides_apart):
             return ""
-        from adaptra_megatron.telemetry.tracing.trace_requests import take_policy
+        from adaptra_megatron.telemetry.trace_requests import take_policy
 
         return take_policy(self._directory)
 
@@ -327,7 +327,7 @@ class RunTelemetry:
 
 
 def _figures(place: RankPlace, start: RunStarted) -> ExportedFigures:
-    from adaptra_megatron.telemetry.figures.exported import ExportedFigures
+    from adaptra_megatron.telemetry.exported_figures import ExportedFigures
 
     return ExportedFigures(
         labels={"rank": str(place.rank), "stage": str(place.stage)},

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceError, read_traces
+from adaptra_megatron.telemetry.trace import RankTrace, TraceError, read_traces
 from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError
 from adaptra_megatron.tools.report.perfetto import chrome_trace, write_trace
 from testing.demo.demo_progress import progress

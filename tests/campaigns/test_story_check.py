@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     LinkDetection,
     PathChosen,

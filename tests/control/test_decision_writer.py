@@ -19,8 +19,8 @@ from adaptra_megatron.control.decisions import (
     TelemetrySection,
 )
 from adaptra_megatron.control.exchange import DELAY, DecisionWriter
-from adaptra_megatron.telemetry.figures.scalars import JobFigures
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+from adaptra_megatron.telemetry.scalars import JobFigures
+from adaptra_megatron.telemetry.trace_requests import Iterations
 
 LINKS = (LinkName(0, 0, 1), LinkName(0, 1, 2))
 

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings
-from adaptra_megatron.telemetry.events.events import Event, Fault, LinkDetection, PlanSwitched, StageDetection
+from adaptra_megatron.telemetry.events import Event, Fault, LinkDetection, PlanSwitched, StageDetection
 
 WORKERS = {
     4 * replica + 2 * stage + lane: Worker(

@@ -21,10 +21,10 @@ from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import simulate
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PolicyChanged, RunStarted, StageDetection
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import LinkDetection, PlanMade, PolicyChanged, RunStarted, StageDetection
 from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, request_directory
+from adaptra_megatron.telemetry.trace_requests import Iterations, request_directory
 from adaptra_megatron.transport.link_paths import Path as TransportPath
 
 FOUR = Layout(stages=4, chunks=1, group_size=None)

@@ -24,7 +24,7 @@ from adaptra_megatron.control.sidecar import planner_client as keeper
 from adaptra_megatron.control.sidecar import report_connections
 from adaptra_megatron.control.sidecar.planner_client import Begin, PlannerClient
 from adaptra_megatron.control.sidecar.report_connections import MOST_AWAITED, PLANNER_KEY, Address
-from adaptra_megatron.telemetry.events.events import Event
+from adaptra_megatron.telemetry.events import Event
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 STAGES = 4

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.finding_sharing import SharedRequests
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+from adaptra_megatron.telemetry.trace_requests import Iterations
 
 
 def test_every_replica_gets_each_request_once() -> None:

@@ -19,9 +19,9 @@ MOST_LINES = 16_400
 grow is imported where it is used instead."""
 BY_FLAG = ("engine.fault_tolerance", "engine.rejoining", "engine.rerouting", "engine.update_features")
 BY_FLAG += ("engine.megatron_spans", "elastic.recovery", "gradsync.replica_sums")
-BY_FLAG += ("gradsync.all_reduce_algorithms", "telemetry.events.event_log", "telemetry.figures.exported")
+BY_FLAG += ("gradsync.all_reduce_algorithms", "telemetry.event_log", "telemetry.exported_figures")
 BY_FLAG += (
-    "telemetry.tracing.trace",
+    "telemetry.trace",
     "control.deciders.path_decider",
     "control.deciders.replanner",
     "schedule.planner",

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from support.processes import TRAIN_GPT, RankResult, run_ranks
 
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import RunEnded
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import RunEnded
 from testing.jobs.fault_tolerant_jobs import run_with_failures
 from testing.jobs.fork_server import ForkServer
 

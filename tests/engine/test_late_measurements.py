@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.telemetry.tracing.trace import read_trace, trace_path
+from adaptra_megatron.telemetry.trace import read_trace, trace_path
 
 PROGRAM = str(Path(__file__).with_name("late_device.py"))
 STAGES, MICRO_BATCHES, ITERATIONS = 2, 6, 12

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import IterationsTimed, RunEnded, RunStarted
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import IterationsTimed, RunEnded, RunStarted
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, check_equal, run_variants
 

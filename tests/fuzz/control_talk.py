@@ -36,7 +36,7 @@ from adaptra_megatron.control.measurements import (
 )
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.telemetry.action_records import ActionRecord, Iterations
-from adaptra_megatron.telemetry.figures.scalars import JobFigures, LinkFigures, MemoryFigures
+from adaptra_megatron.telemetry.scalars import JobFigures, LinkFigures, MemoryFigures
 from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.failover import control_messages
 from adaptra_megatron.transport.link_paths import Path, ProbeTimes

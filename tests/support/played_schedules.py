@@ -6,7 +6,7 @@ from __future__ import annotations
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.tracing.trace import RankTrace
+from adaptra_megatron.telemetry.trace import RankTrace
 
 
 def played(schedule: Schedule, costs: Costs, *, iteration: int = 0, start_s: float = 0.0) -> list[ActionRecord]:

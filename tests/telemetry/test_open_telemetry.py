@@ -14,7 +14,7 @@ import pytest
 from telemetry.figures.test_prometheus import JOB, RANK
 from telemetry.test_run_telemetry import place
 
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     IterationsTimed,
     LinkDetection,
@@ -22,8 +22,7 @@ from adaptra_megatron.telemetry.events.events import (
     PlanSwitched,
     RunStarted,
 )
-from adaptra_megatron.telemetry.figures.exported import METRICS, ExportedFigures
-from adaptra_megatron.telemetry.figures.scalars import LeaderFigures
+from adaptra_megatron.telemetry.exported_figures import METRICS, ExportedFigures
 from adaptra_megatron.telemetry.open_telemetry import (
     CLOSES_WITHIN_S,
     OpenTelemetryError,
@@ -31,6 +30,7 @@ from adaptra_megatron.telemetry.open_telemetry import (
     exporter_of,
 )
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.scalars import LeaderFigures
 
 pytest.importorskip("opentelemetry.sdk", reason="comes with adaptra-megatron[otel]")
 

@@ -11,7 +11,7 @@ import pytest
 
 from adaptra_megatron.control.decisions import PackedFigures
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.events.changes import (
+from adaptra_megatron.telemetry.changes import (
     MAX_BATCH,
     MAX_BATCH_S,
     MEASURED_OVER,
@@ -20,8 +20,8 @@ from adaptra_megatron.telemetry.events.changes import (
     PathWatch,
     SwitchWatch,
 )
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import (
     Fault,
     IterationsTimed,
     PathChanged,
@@ -30,10 +30,10 @@ from adaptra_megatron.telemetry.events.events import (
     RunStarted,
     SwitchMeasured,
 )
-from adaptra_megatron.telemetry.figures.scalars import MEGATRON_VARIABLES, JobFigures, RankFigures
 from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
-from adaptra_megatron.telemetry.tracing.trace import read_traces
-from adaptra_megatron.telemetry.tracing.trace_requests import request_directory
+from adaptra_megatron.telemetry.scalars import MEGATRON_VARIABLES, JobFigures, RankFigures
+from adaptra_megatron.telemetry.trace import read_traces
+from adaptra_megatron.telemetry.trace_requests import request_directory
 
 START = RunStarted(layout={"stages": 2}, versions={}, config={})
 DEVICE, HOST = PathState("device", 0, 0), PathState("host", 1, 1)

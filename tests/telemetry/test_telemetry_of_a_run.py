@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.tracing.trace import read_trace, trace_path
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.trace import read_trace, trace_path
 from adaptra_megatron.tools.cli.main import main as adaptra
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port, run_ranks
 from testing.faults.holds import HELD_S

@@ -9,7 +9,7 @@ import pytest
 
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.tracing.trace import read_traces
+from adaptra_megatron.telemetry.trace import read_traces
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, run_variants
 from testing.stock import StockRecording, trace_stock

@@ -24,8 +24,8 @@ from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.telemetry.action_records import Iterations
-from adaptra_megatron.telemetry.events.events import Event
-from adaptra_megatron.telemetry.figures.scalars import LinkFigures
+from adaptra_megatron.telemetry.events import Event
+from adaptra_megatron.telemetry.scalars import LinkFigures
 from adaptra_megatron.transport.link_paths import Path
 
 DirectedLink = tuple[int, int]

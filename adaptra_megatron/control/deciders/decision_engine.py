@@ -48,8 +48,8 @@ from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.schedule.costs import Costs, costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
-from adaptra_megatron.telemetry.events.events import LinkDetection, PolicyChanged, StageDetection
-from adaptra_megatron.telemetry.figures.scalars import JobFigures, MemoryFigures
+from adaptra_megatron.telemetry.events import LinkDetection, PolicyChanged, StageDetection
+from adaptra_megatron.telemetry.scalars import JobFigures, MemoryFigures
 from adaptra_megatron.transport.link_paths import Path
 
 RISE_AFTER = 8

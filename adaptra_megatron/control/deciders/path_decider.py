@@ -20,7 +20,7 @@ from adaptra_megatron.control.detector.observations import Estimates, IterationS
 from adaptra_megatron.control.measurements import StageMeasurement, iteration_s
 from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.telemetry.events.events import PathChosen
+from adaptra_megatron.telemetry.events import PathChosen
 from adaptra_megatron.transport.link_paths import Path, PathSettings
 
 FAR_WORSE = 4.0

@@ -15,7 +15,7 @@ from adaptra_megatron.schedule.more_memory import Bought, more_memory
 from adaptra_megatron.schedule.periods import period_s
 from adaptra_megatron.schedule.planner import Plan
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
-from adaptra_megatron.telemetry.events.events import MemoryWanted, PlanMade
+from adaptra_megatron.telemetry.events import MemoryWanted, PlanMade
 
 logger = logger_of(__name__)
 

@@ -28,8 +28,8 @@ from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, RoutingE
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
 from adaptra_megatron.schedule.routing.routed_plans import Move, RoutedAction, RoutedMessage, RoutedSchedule, Routing
 from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation, simulate_routed
-from adaptra_megatron.telemetry.events.events import RoutesChosen
-from adaptra_megatron.telemetry.figures.scalars import CellFigures, RouteFigures
+from adaptra_megatron.telemetry.events import RoutesChosen
+from adaptra_megatron.telemetry.scalars import CellFigures, RouteFigures
 
 MOST_NBYTES = 1 << 24
 

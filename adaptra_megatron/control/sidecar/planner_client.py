@@ -35,7 +35,7 @@ from adaptra_megatron.control.sidecar.sidecar_process import (
     log_lines,
     send,
 )
-from adaptra_megatron.telemetry.events.events import Event
+from adaptra_megatron.telemetry.events import Event
 from adaptra_megatron.transport.link_paths import Path
 
 

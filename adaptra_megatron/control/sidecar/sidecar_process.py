@@ -23,7 +23,7 @@ from adaptra_megatron.common.child_process import ChildProcess
 from adaptra_megatron.common.handshake import receive_descriptor, receive_exactly, send_descriptor
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage, encoded
-from adaptra_megatron.telemetry.events.events import Event, Stamp, StampedEvent, decode, encode
+from adaptra_megatron.telemetry.events import Event, Stamp, StampedEvent, decode, encode
 from adaptra_megatron.transport._ring import die_with_parent
 
 _MOST_NBYTES = 1 << 26

@@ -29,7 +29,7 @@ from adaptra_megatron.control.stragglers.straggler_reports import (
     StragglerVerdict,
     report_of,
 )
-from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
+from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDetection
 
 logger = logger_of(__name__)
 

@@ -44,8 +44,8 @@ from adaptra_megatron.control.stragglers.straggler_reports import (
     lags_of,
     late_of,
 )
-from adaptra_megatron.telemetry.events.events import Event
-from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
+from adaptra_megatron.telemetry.events import Event
+from adaptra_megatron.telemetry.scalars import ArrivalFigures
 
 if TYPE_CHECKING:
     from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler

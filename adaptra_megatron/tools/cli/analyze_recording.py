@@ -9,9 +9,9 @@ import statistics
 from pathlib import Path
 
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.events.event_log import EventLogError
-from adaptra_megatron.telemetry.events.event_wording import duration, link_name, percent
-from adaptra_megatron.telemetry.tracing.trace import TraceError
+from adaptra_megatron.telemetry.event_log import EventLogError
+from adaptra_megatron.telemetry.event_wording import duration, link_name, percent
+from adaptra_megatron.telemetry.trace import TraceError
 from adaptra_megatron.tools.cli.planning.inputs import InputError
 from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress
 from adaptra_megatron.tools.recordings.reading import read_recording

@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from adaptra_megatron.telemetry.events import event_log
-from adaptra_megatron.telemetry.tracing.trace import TraceError
+from adaptra_megatron.telemetry import event_log
+from adaptra_megatron.telemetry.trace import TraceError
 from adaptra_megatron.tools.cli.planning.inputs import InputError, seconds
 from adaptra_megatron.tools.cli.terminal import add_progress_option, shown_progress
 from adaptra_megatron.tools.recordings.run_record import read_run

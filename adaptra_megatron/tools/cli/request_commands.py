@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.event_wording import event_text
-from adaptra_megatron.telemetry.events.events import PlanSwitched, PolicyChanged, StampedEvent
-from adaptra_megatron.telemetry.tracing.trace import TraceError
-from adaptra_megatron.telemetry.tracing.trace_requests import (
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.event_wording import event_text
+from adaptra_megatron.telemetry.events import PlanSwitched, PolicyChanged, StampedEvent
+from adaptra_megatron.telemetry.trace import TraceError
+from adaptra_megatron.telemetry.trace_requests import (
     POLICIES,
     RequestError,
     ask_for_policy,

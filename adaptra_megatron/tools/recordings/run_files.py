@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from adaptra_megatron.common.reasons import reason_text, with_numbers
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     IterationsTimed,
     LinkDetection,
@@ -31,7 +31,7 @@ from adaptra_megatron.telemetry.events.events import (
     StampedEvent,
     StragglerDetection,
 )
-from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
+from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the work, the part that is done, and the total."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.events.event_log import FILE_PATTERN as EVENT_FILES
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_log import FILE_PATTERN as EVENT_FILES
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import (
     IterationsTimed,
     LinkDetection,
     PlanSwitched,
@@ -23,7 +23,7 @@ from adaptra_megatron.telemetry.events.events import (
     StampedEvent,
     StragglerDetection,
 )
-from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError
+from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError
 from adaptra_megatron.tools.recordings.run_files import (
     Numbering,
     Progress,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from adaptra_megatron.telemetry.events.event_wording import cable_of, change_of_seconds, event_text
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_wording import cable_of, change_of_seconds, event_text
+from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     Event,
     Fault,

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from adaptra_megatron.schedule.ir import interleaved
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceError, read_traces
+from adaptra_megatron.telemetry.trace import RankTrace, TraceError, read_traces
 
 SUFFIXES = (".pftrace", ".perfetto-trace")
 HAPPENED = "findings, plans and faults"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import pairwise
 from statistics import median
 
-from adaptra_megatron.telemetry.events.event_wording import (
+from adaptra_megatron.telemetry.event_wording import (
     change_of_seconds,
     duration,
     ends_of,
@@ -15,7 +15,7 @@ from adaptra_megatron.telemetry.events.event_wording import (
     listed,
     percent,
 )
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     LinkDetection,
     PlanSwitched,
     RanksLost,

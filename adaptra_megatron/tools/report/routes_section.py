@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     PlanSwitched,
     RanksLost,

@@ -11,7 +11,7 @@ from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.schedule.simulator import Simulation
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.tracing.trace import RankTrace
+from adaptra_megatron.telemetry.trace import RankTrace
 from adaptra_megatron.tools.recordings.run_record import RunIteration
 
 

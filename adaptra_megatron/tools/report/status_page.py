@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any, TypeVar
 
-from adaptra_megatron.telemetry.events.event_wording import (
+from adaptra_megatron.telemetry.event_wording import (
     RECENT,
     age_text,
     cable_of,
@@ -24,7 +24,7 @@ from adaptra_megatron.telemetry.events.event_wording import (
     place_of_stage,
     touched_in_words,
 )
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Fault,
     IterationsTimed,
     LinkDetection,

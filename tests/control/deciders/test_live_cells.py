@@ -22,7 +22,7 @@ from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.routing.routed_simulator import check_routed
-from adaptra_megatron.telemetry.events.events import RoutesChosen
+from adaptra_megatron.telemetry.events import RoutesChosen
 
 REPLICAS, STAGES, MICRO_BATCHES = 3, 2, 6
 DEAD = Cell(1, 0)

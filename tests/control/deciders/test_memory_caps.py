@@ -22,9 +22,9 @@ from adaptra_megatron.schedule.ir import ScheduleError
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.events.events import RunStarted
-from adaptra_megatron.telemetry.figures.scalars import RankFigures, scalars
+from adaptra_megatron.telemetry.events import RunStarted
 from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.scalars import RankFigures, scalars
 from adaptra_megatron.transport.link_paths import Path
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
 

@@ -21,8 +21,8 @@ from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import PathChosen, PlanMade, RunStarted
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import PathChosen, PlanMade, RunStarted
 from adaptra_megatron.telemetry.run_telemetry import RankPlace, RunTelemetry, TelemetrySettings
 from adaptra_megatron.transport.link_paths import Path as LinkPath
 from adaptra_megatron.transport.link_paths import ProbeTimes

@@ -17,8 +17,8 @@ from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.sidecar.planner_client import RoutePolicy
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.schedule.routing.routed_plans import Move
-from adaptra_megatron.telemetry.events.events import RoutesChosen
-from adaptra_megatron.telemetry.figures.scalars import CellFigures, JobFigures, RankFigures, scalars
+from adaptra_megatron.telemetry.events import RoutesChosen
+from adaptra_megatron.telemetry.scalars import CellFigures, JobFigures, RankFigures, scalars
 
 REPLICAS, STAGES, MICRO_BATCHES = 2, 2, 8
 

@@ -27,8 +27,8 @@ from adaptra_megatron.control.sidecar import planner_client as keeper
 from adaptra_megatron.control.sidecar.planner_client import Begin, NoDecisionError, PlannerClient, receive
 from adaptra_megatron.control.sidecar.report_connections import MOST_AWAITED, ReportLink, purpose_of
 from adaptra_megatron.control.sidecar.sidecar_process import ChannelEndedError, send
-from adaptra_megatron.telemetry.events.events import Event, LinkDetection, PlanMade
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+from adaptra_megatron.telemetry.events import Event, LinkDetection, PlanMade
+from adaptra_megatron.telemetry.trace_requests import Iterations
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 PLACE = "exchange/0"

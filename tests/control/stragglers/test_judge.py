@@ -11,7 +11,7 @@ from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, WINDOW, HostFigures, Row
 from adaptra_megatron.control.stragglers.straggler_process import KEPT, StragglerDetector
 from adaptra_megatron.control.stragglers.straggler_reports import CellReport, StragglerVerdict
-from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
+from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDetection
 
 BUSY, QUIET = HostFigures(others_cpu=0.97), HostFigures(others_cpu=0.01)
 

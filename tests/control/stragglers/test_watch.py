@@ -17,8 +17,8 @@ from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Ro
 from adaptra_megatron.control.stragglers import straggler_watch as watches
 from adaptra_megatron.control.stragglers.straggler_host import HostSampler
 from adaptra_megatron.control.stragglers.straggler_watch import JUDGED_FROM, StragglerWatch
-from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
-from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
+from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDetection
+from adaptra_megatron.telemetry.scalars import ArrivalFigures
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SECRET = b"s" * 32

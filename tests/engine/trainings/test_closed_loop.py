@@ -14,8 +14,8 @@ import pytest
 from adaptra_megatron.control.exchange import DELAY
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import LinkDetection, PathChosen, PlanMade, PlanSwitched
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import LinkDetection, PathChosen, PlanMade, PlanSwitched
 from campaigns.closed_loop import Campaign, CampaignReport, run_campaign
 from testing.faults.network.link_story import FIRST_TURN
 from testing.jobs.fork_server import ForkServer

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import (
     IterationsTimed,
     PlanMade,
     PlanSwitched,

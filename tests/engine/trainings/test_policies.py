@@ -14,9 +14,9 @@ import pytest
 
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import Event, PlanSwitched, PolicyChanged
-from adaptra_megatron.telemetry.tracing.trace_requests import ask_for_policy
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import Event, PlanSwitched, PolicyChanged
+from adaptra_megatron.telemetry.trace_requests import ask_for_policy
 from testing.faults.holds import HELD_S
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, check_equal, run_variants

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.control.exchange import DELAY
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import PathChosen, PlanMade, PlanSwitched, StampedEvent
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import PathChosen, PlanMade, PlanSwitched, StampedEvent
 from campaigns.story_check import FOUND_WITHIN
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants

@@ -12,9 +12,9 @@ from support.played_schedules import played
 from adaptra_megatron.schedule.classic import forward_only, one_f_one_b, split_backward
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.events.event_log import EventFile
-from adaptra_megatron.telemetry.events.events import Event, RunEnded, RunStarted, Stamp, StampedEvent
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+from adaptra_megatron.telemetry.event_log import EventFile
+from adaptra_megatron.telemetry.events import Event, RunEnded, RunStarted, Stamp, StampedEvent
+from adaptra_megatron.telemetry.trace import TraceWriter
 
 STAGES, MICRO_BATCHES = 3, 6
 GAP_S = 0.5

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.telemetry.events.event_log import EventFile, EventLog, EventLogError, event_path, read_events
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_log import EventFile, EventLog, EventLogError, event_path, read_events
+from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     Event,
     EventError,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from adaptra_megatron.common.reasons import reason_text
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     IterationsTimed,
     LinkDetection,
@@ -24,7 +24,7 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
     SwitchMeasured,
 )
-from adaptra_megatron.telemetry.events.log_lines import MOST_IN_A_ROW, PATIENCE, RunLog
+from adaptra_megatron.telemetry.log_lines import MOST_IN_A_ROW, PATIENCE, RunLog
 from adaptra_megatron.tools.recordings.run_files import Numbering, renumbered
 
 REASON = (

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from adaptra_megatron.telemetry.figures.exported import ExportedFigures, PrometheusEndpoint, PrometheusError
-from adaptra_megatron.telemetry.figures.scalars import (
+from adaptra_megatron.telemetry.exported_figures import ExportedFigures, PrometheusEndpoint, PrometheusError
+from adaptra_megatron.telemetry.scalars import (
     ArrivalFigures,
     CellFigures,
     FailureMetrics,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.telemetry.figures.scalars import (
+from adaptra_megatron.telemetry.scalars import (
     LINKS_SHOWN,
     MEGATRON_VARIABLES,
     ArrivalFigures,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from adaptra_megatron.telemetry import trace
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.tracing import trace
-from adaptra_megatron.telemetry.tracing.trace import TraceError, TraceWriter, read_trace, read_traces, trace_path
+from adaptra_megatron.telemetry.trace import TraceError, TraceWriter, read_trace, read_traces, trace_path
 
 RECORDS = [ActionRecord(4, 1, "F", 0, 2, 10.0, 10.25, 11.0), ActionRecord(4, 1, "W", 1, 0, 11.0, 11.0, 12.5)]
 

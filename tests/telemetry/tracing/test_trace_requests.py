@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from adaptra_megatron.telemetry.action_records import ActionRecord, Iterations
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter, read_traces
-from adaptra_megatron.telemetry.tracing.trace_requests import (
+from adaptra_megatron.telemetry.trace import TraceWriter, read_traces
+from adaptra_megatron.telemetry.trace_requests import (
     MOST_PER_REQUEST,
     RequestBox,
     RequestedTraces,

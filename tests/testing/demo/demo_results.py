@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from adaptra_megatron.telemetry.action_records import ActionRecord
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+from adaptra_megatron.telemetry.trace import TraceWriter
 from testing.demo.demo_report import DemoReport
 from testing.demo.demo_setup import ADAPTRA, STOCK, DemoSetup
 from testing.jobs.variants import VariantReport

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.telemetry.tracing.trace import read_traces
+from adaptra_megatron.telemetry.trace import read_traces
 
 
 def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.made_up.runs import write_events
 
-from adaptra_megatron.telemetry.events.events import Fault
+from adaptra_megatron.telemetry.events import Fault
 from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.recordings import trace_events
 

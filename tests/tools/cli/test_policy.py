@@ -14,8 +14,8 @@ from support.made_up.runs import write_events
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.planning import accepted
-from adaptra_megatron.telemetry.events.events import Event, IterationsTimed, PlanSwitched, PolicyChanged
-from adaptra_megatron.telemetry.tracing.trace_requests import policy_file, take_policy
+from adaptra_megatron.telemetry.events import Event, IterationsTimed, PlanSwitched, PolicyChanged
+from adaptra_megatron.telemetry.trace_requests import policy_file, take_policy
 from adaptra_megatron.tools.cli.main import main
 
 BEFORE: list[tuple[Event, int]] = [

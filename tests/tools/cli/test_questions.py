@@ -18,8 +18,8 @@ from support.processes import REPOSITORY
 from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.jobs.job_costs import LinkChange, Override
 from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import PlanMade
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import PlanMade
 from adaptra_megatron.tools.cli.main import main
 from adaptra_megatron.tools.cli.planning.inputs import PER_SECOND, SECONDS, ValueRange, parsed_value
 

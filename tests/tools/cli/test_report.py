@@ -18,9 +18,9 @@ from support.played_schedules import played
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
-from adaptra_megatron.telemetry.events.event_log import EventLog
-from adaptra_megatron.telemetry.events.event_wording import duration, percent
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_log import EventLog
+from adaptra_megatron.telemetry.event_wording import duration, percent
+from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     Fault,
     IterationsTimed,
@@ -35,8 +35,8 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
     SwitchMeasured,
 )
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter, trace_path
-from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox
+from adaptra_megatron.telemetry.trace import TraceWriter, trace_path
+from adaptra_megatron.telemetry.trace_requests import RequestBox
 from adaptra_megatron.tools.cli.main import main
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"

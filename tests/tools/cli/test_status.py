@@ -14,8 +14,8 @@ import pytest
 from support.made_up.runs import write_events, write_replicas
 
 from adaptra_megatron.common.reasons import reason_text
-from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import (
     Event,
     Fault,
     IterationsTimed,

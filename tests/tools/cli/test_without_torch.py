@@ -12,7 +12,7 @@ from support.played_schedules import played
 
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import uniform_costs
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+from adaptra_megatron.telemetry.trace import TraceWriter
 
 PROGRAM = """
 import json, sys

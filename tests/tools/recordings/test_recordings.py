@@ -14,8 +14,8 @@ import pytest
 from support.made_up.runs import Iteration, write_events, write_run
 
 from adaptra_megatron.common.layout import Cell
-from adaptra_megatron.telemetry.events.events import LinkDetection
-from adaptra_megatron.telemetry.tracing.trace import trace_path
+from adaptra_megatron.telemetry.events import LinkDetection
+from adaptra_megatron.telemetry.trace import trace_path
 from adaptra_megatron.tools.recordings.chrome import read_chrome
 from adaptra_megatron.tools.recordings.reading import read_recording
 from adaptra_megatron.tools.recordings.recorded_places import Asked

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.made_up.runs import Iteration, write_events, write_run
 
-from adaptra_megatron.telemetry.events.event_log import EventLog, read_events
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.event_log import EventLog, read_events
+from adaptra_megatron.telemetry.events import (
     IterationsTimed,
     LinkDetection,
     PlanSwitched,
@@ -15,7 +15,7 @@ from adaptra_megatron.telemetry.events.events import (
     RunStarted,
     StampedEvent,
 )
-from adaptra_megatron.telemetry.tracing.trace import TraceError, trace_path
+from adaptra_megatron.telemetry.trace import TraceError, trace_path
 from adaptra_megatron.tools.recordings import run_files
 from adaptra_megatron.tools.recordings.run_record import RunRecord, of_replica, read_run
 from adaptra_megatron.tools.report.report_findings import find, saved_seconds

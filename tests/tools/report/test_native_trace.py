@@ -14,7 +14,7 @@ import pytest
 from tools.report.test_perfetto import SCHEDULES, slices, traces_of
 
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
-from adaptra_megatron.telemetry.tracing.trace import TraceError
+from adaptra_megatron.telemetry.trace import TraceError
 from adaptra_megatron.tools.cli.main import main as adaptra
 from adaptra_megatron.tools.report.perfetto import HAPPENED, Instant, chrome_trace, write_trace
 

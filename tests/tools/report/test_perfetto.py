@@ -14,7 +14,7 @@ from adaptra_megatron.schedule.costs import LinkCost, uniform_costs_for
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
-from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceWriter
+from adaptra_megatron.telemetry.trace import RankTrace, TraceWriter
 from adaptra_megatron.tools.report.perfetto import Instant, chrome_trace, merge_traces, write_trace
 
 SCHEDULES = {

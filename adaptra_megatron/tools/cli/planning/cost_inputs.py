@@ -28,10 +28,10 @@ from adaptra_megatron.schedule.jobs.job_costs import (
 )
 from adaptra_megatron.schedule.more_memory import capped
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.telemetry.events.event_log import FILE_PATTERN, EventLogError, read_event_file, read_events
-from adaptra_megatron.telemetry.events.events import PlanMade, StampedEvent
-from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN as TRACES
-from adaptra_megatron.telemetry.tracing.trace import TraceError
+from adaptra_megatron.telemetry.event_log import FILE_PATTERN, EventLogError, read_event_file, read_events
+from adaptra_megatron.telemetry.events import PlanMade, StampedEvent
+from adaptra_megatron.telemetry.trace import FILE_PATTERN as TRACES
+from adaptra_megatron.telemetry.trace import TraceError
 from adaptra_megatron.tools.cli.planning.inputs import (
     PER_SECOND,
     SECONDS,

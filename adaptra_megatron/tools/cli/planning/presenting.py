@@ -16,7 +16,7 @@ from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.jobs.job_costs import ranges
 from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, SlowdownCause
-from adaptra_megatron.telemetry.tracing.trace import TraceError
+from adaptra_megatron.telemetry.trace import TraceError
 from adaptra_megatron.tools.cli.planning.cells import add_cell_options, stage_picture
 from adaptra_megatron.tools.cli.planning.comparison import Comparison
 from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput, add_what_if_options

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from adaptra_megatron.telemetry.background_writer import BackgroundWriter, is_no_file
-from adaptra_megatron.telemetry.events.events import Event, EventError, RunStarted, Stamp, StampedEvent, decode, encode
+from adaptra_megatron.telemetry.events import Event, EventError, RunStarted, Stamp, StampedEvent, decode, encode
 
 FILE_PATTERN = "events-*.jsonl"
 MAX_NBYTES = 4 << 20

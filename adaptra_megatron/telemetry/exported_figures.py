@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from adaptra_megatron.telemetry.figures.scalars import (
+from adaptra_megatron.telemetry.scalars import (
     ArrivalFigures,
     FailureMetrics,
     JobFigures,

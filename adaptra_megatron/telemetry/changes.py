@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     Fault,
     IterationsTimed,
@@ -18,7 +18,7 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     SwitchMeasured,
 )
-from adaptra_megatron.telemetry.figures.scalars import LeaderFigures
+from adaptra_megatron.telemetry.scalars import LeaderFigures
 
 MEASURED_OVER = 3
 """Iterations before and after a switch whose medians are compared, so that one outlier does not count."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord, Iterations
 from adaptra_megatron.telemetry.background_writer import is_no_file
-from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+from adaptra_megatron.telemetry.trace import TraceWriter
 
 logger = logger_of(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from statistics import median
 
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
-from adaptra_megatron.telemetry.events.event_wording import (
+from adaptra_megatron.telemetry.event_wording import (
     cable_of,
     cost_since,
     ends_of,
@@ -24,7 +24,7 @@ from adaptra_megatron.telemetry.events.event_wording import (
     short_duration,
     touched_in_words,
 )
-from adaptra_megatron.telemetry.events.events import (
+from adaptra_megatron.telemetry.events import (
     Event,
     LinkDetection,
     MemoryWanted,

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Log what happens in a run as typed events."""
