@@ -21,22 +21,7 @@ check_one_checkout(adaptra_megatron.__file__, __file__)
 
 from adaptra_megatron.patches.always import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES  # noqa: E402
 from adaptra_megatron.patches.application import AppliedPatches, check_versions, enable, in_force  # noqa: E402
-from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES  # noqa: E402
 from adaptra_megatron.patches.table import Patch, PatchError  # noqa: E402
-from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES  # noqa: E402
 
-__all__ = [
-    "GRADIENT_PATCHES",
-    "FAULT_TOLERANCE_PATCHES",
-    "PATCHES",
-    "STAGGERING_PATCHES",
-    "TRAINING_PATCHES",
-    "UPDATE_PATCHES",
-    "WATCHING_PATCHES",
-    "AppliedPatches",
-    "Patch",
-    "PatchError",
-    "check_versions",
-    "enable",
-    "in_force",
-]
+__all__ = ["PATCHES", "TRAINING_PATCHES", "WATCHING_PATCHES", "AppliedPatches", "Patch", "PatchError"]
+__all__ += ["check_versions", "enable", "in_force"]

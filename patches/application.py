@@ -10,9 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.patches.always import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES
-from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
-from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
 
 from adaptra_megatron import __version__
 from adaptra_megatron.common.environment import what_is_too_old
@@ -114,13 +112,7 @@ def enable(
     """
     if config.policy == "off":
         return AppliedPatches(config, None)
-    optional = (
-        *(FAULT_TOLERANCE_PATCHES if config.is_fault_tolerant else ()),
-        *(GRADIENT_PATCHES if config.gradient_sync != "stock" else ()),
-        *(UPDATE_PATCHES if config.sync_mode != "ssgd" else ()),
-        *(STAGGERING_PATCHES if config.staggered_optimizer else ()),
-        *(WATCHING_PATCHES if config.watches_stragglers else ()),
-    )
+    optional = _of_features(config)
     # All versions before the first replacement: a release that is refused stays as it was.
     check_versions((*PATCHES, *optional))
     before = in_force()
@@ -149,6 +141,22 @@ def enable(
         logger.info("%s is asked for, policy %s", __version__, config.policy)
     logger.debug("patched %s", ", ".join(applied.identities))
     return applied
+
+
+def _of_features(config: AdaptraConfig) -> list[Patch]:
+    """Return the patches of the features that `config` asks for. Those of other features are not imported."""
+    found: list[Patch] = []
+    if config.is_fault_tolerant:
+        from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
+
+        found += FAULT_TOLERANCE_PATCHES
+    if config.gradient_sync != "stock" or config.sync_mode != "ssgd" or config.staggered_optimizer:
+        from adaptra_megatron.patches import update_features
+
+        found += update_features.GRADIENT_PATCHES if config.gradient_sync != "stock" else ()
+        found += update_features.UPDATE_PATCHES if config.sync_mode != "ssgd" else ()
+        found += update_features.STAGGERING_PATCHES if config.staggered_optimizer else ()
+    return [*found, *(WATCHING_PATCHES if config.watches_stragglers else ())]
 
 
 def check_versions(patches: Sequence[Patch]) -> None:

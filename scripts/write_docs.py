@@ -35,15 +35,9 @@ All of it, made from the tables in the code by `scripts/write_docs.py`. Nothing 
 
 def patches_page() -> str:
     """docs/patches.md. Imports Megatron."""
-    from adaptra_megatron.patches import (
-        FAULT_TOLERANCE_PATCHES,
-        GRADIENT_PATCHES,
-        PATCHES,
-        STAGGERING_PATCHES,
-        TRAINING_PATCHES,
-        UPDATE_PATCHES,
-        WATCHING_PATCHES,
-    )
+    from adaptra_megatron.patches import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES
+    from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
+    from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
 
     from adaptra_megatron.megatron.compat import DIFFERENCES
 
@@ -96,7 +90,7 @@ RAN_ON = {
 
 def _releases() -> dict[str, str]:
     """Return the releases of megatron-core that each flag works with, where they are not all supported ones."""
-    from adaptra_megatron.patches import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
+    from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
 
     return {
         "--adaptra-gradient-sync": f"`{GRADIENT_PATCHES[0].versions}`",

@@ -11,12 +11,51 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adaptra_megatron.telemetry.action_records import ActionRecord, IterationRecorder
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.trace import TraceWriter
 
 OnIteration = Callable[[int, list[ActionRecord]], None]
 
 SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+
+
+class IterationRecorder:
+    """Collects one rank's records.
+
+    Not thread-safe: the thread that runs the pipeline adds records, and takes them between iterations. An action costs
+    one tuple and one append, so recording can stay on in every run.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self._records: list[ActionRecord] = []
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(
+        self,
+        iteration: int,
+        kind: str,
+        chunk: int,
+        micro_batch: int,
+        wait_start_s: float,
+        start_s: float,
+        end_s: float,
+    ) -> None:
+        """Append one action of this rank's stage, in the order in which actions ran."""
+        self._records.append(
+            ActionRecord(iteration, self.stage, kind, chunk, micro_batch, wait_start_s, start_s, end_s)
+        )
+
+    def take(self, iteration: int) -> list[ActionRecord]:
+        """Remove and return the records of `iteration`, in the order in which they ran; empty if there are none.
+
+        Records of earlier iterations are dropped, so that they cannot accumulate.
+        """
+        taken = [record for record in self._records if record.iteration == iteration]
+        self._records = [record for record in self._records if record.iteration > iteration]
+        return taken
 
 
 class StockRecording:

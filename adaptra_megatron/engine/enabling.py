@@ -15,7 +15,6 @@ from adaptra_megatron.common.environment import FLAGS_VARIABLE, OFF_VARIABLE, ON
 from adaptra_megatron.common.foreign_errors import is_about_our_flags
 from adaptra_megatron.common.log import is_first_of_host, is_first_rank, logger_of
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
-from adaptra_megatron.megatron.job_settings import settings_of_objects
 
 logger = logger_of(__name__)
 
@@ -106,6 +105,8 @@ class Enabling:
         parser.set_defaults(adaptra=self._requested)
         arguments, _others = parser.parse_known_args([*self._words_of_environment(), *command_line])
         if job is not None:
+            from adaptra_megatron.megatron.job_settings import settings_of_objects
+
             arguments = argparse.Namespace(**{**vars(settings_of_objects(job)), **vars(arguments)})
         self.decide(parser, arguments)
 

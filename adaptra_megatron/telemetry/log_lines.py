@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the leader's events to the training's own log: one line each, with Megatron's iteration numbers.
+"""Word findings, and write the leader's events to the training's own log: one line each, with Megatron's iteration
+numbers.
 
-Lines are made from events alone, so that the log, the event log and the report agree.
+Lines are made from events alone, so that the log, the event log and the report agree. The detector judges each
+direction and each path of each pipeline's link separately. If a cable becomes slow, all of these show it, in every
+replica and lane. So findings on links between the same two hosts are worded as one, with their hosts, ranks, replicas
+and cost.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
-from adaptra_megatron.telemetry.event_wording import (
-    cable_of,
-    cost_since,
-    ends_of,
-    finding_text,
-    links_in_words,
-    listed,
-    memory_text,
-    numbers_in_words,
-    short_duration,
-    touched_in_words,
-)
 from adaptra_megatron.telemetry.events import (
     Event,
     LinkDetection,
@@ -38,6 +32,185 @@ from adaptra_megatron.telemetry.events import (
     SwitchMeasured,
     short_reason,
 )
+
+RECENT = 16
+"""Number of iterations whose median counts as their duration."""
+MEASURABLE = 0.01
+"""Share of an iteration below which no cost is named."""
+MOST_PAIRS = 3
+"""Pairs of hosts that a line names."""
+
+
+class Cable(NamedTuple):
+    """Connection of two hosts or, within a host or if hosts are unknown, of two stages."""
+
+    hosts: tuple[str, ...]
+    ends: tuple[int, ...]
+    """The stages; empty if two hosts identify it."""
+
+
+class CableCost(NamedTuple):
+    """Median seconds of an iteration, before and since a change."""
+
+    before_s: float
+    now_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it costs in each iteration."""
+        return max(0.0, self.now_s - self.before_s)
+
+    @property
+    def share(self) -> float:
+        """The cost as a share of the iteration, 0..1."""
+        return self.seconds / self.now_s if self.now_s > 0.0 else 0.0
+
+
+def ends_of(event: LinkDetection) -> tuple[int, int]:
+    """Return the two stages of a link, the lower one first."""
+    return min(event.source, event.target), max(event.source, event.target)
+
+
+def cable_of(event: LinkDetection) -> Cable:
+    """Return the cable that a link's messages take."""
+    if event.source_host and event.target_host and event.source_host != event.target_host:
+        return Cable(tuple(sorted((event.source_host, event.target_host))), ())
+    return Cable((event.source_host,) if event.source_host else (), ends_of(event))
+
+
+def cost_since(seconds: Mapping[int, float], since: int) -> CableCost | None:
+    """Return the cost of a change in iteration `since`; None if iterations before or after it are unknown. `seconds`:
+    durations by iteration, ascending."""
+    before = [each for at, each in seconds.items() if at < since][-RECENT:]
+    after = [each for at, each in seconds.items() if at >= since][-RECENT:]
+    return CableCost(median(before), median(after)) if before and after else None
+
+
+def finding_text(
+    what: str,
+    state: str,
+    since: int | None,
+    reason: str,
+    touched: str = "",
+    cost: CableCost | None = None,
+    *,
+    brief: bool = False,
+) -> str:
+    """Return a sentence on what is slow, late or dead: since when, why, where, and its cost.
+
+    Costs below MEASURABLE are left out. `brief`: numbers as in the training's log.
+    """
+    text = f"{what} is {state}{'' if since is None else f' since iteration {since}'}: {reason}"
+    text += f"; {touched}" if touched else ""
+    if cost is not None and cost.share >= MEASURABLE:
+        seconds, share = (
+            (short_duration(cost.seconds), f"{cost.share:.0%}")
+            if brief
+            else (duration(cost.seconds), percent(cost.share))
+        )
+        text += f"; it costs {seconds} of each iteration ({share})"
+    return text
+
+
+def percent(share: float) -> str:
+    """Format a share as a percentage, with one decimal below 10 %."""
+    return f"{share:.1%}" if 0.0 < share < 0.0995 else f"{share:.0%}"
+
+
+def links_in_words(events: Iterable[LinkDetection], both: str = "<->", one: str | None = None) -> str:
+    """Name links, such as "link 1<->2", "link 1->2, host path,", "links 0<->3 and 1<->2". `one`: arrow for a link with
+    findings in one direction only; None: use `both`."""
+    events = list(events)
+    directions: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for event in events:
+        directions[ends_of(event)].add(event.source)
+    names = []
+    for (low, high), sources in sorted(directions.items()):
+        source = low if one is None else min(sources)
+        arrow = both if one is None or len(sources) > 1 else one
+        names.append(f"{source}{arrow}{low + high - source}")
+    path = ", host path," if all(event.path == "host" for event in events) else ""
+    return f"link{'s' * (len(names) > 1)} {listed(names)}{path}"
+
+
+def touched_in_words(events: Iterable[LinkDetection]) -> str:
+    """List hosts, ranks, RNICs, replicas and lanes of links; "" if unknown."""
+    ends: dict[tuple[str, ...], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    rnics: dict[str, set[str]] = defaultdict(set)
+    replicas, lanes = set[int](), set[int]()
+    for event in events:
+        if event.source_rank is None or event.target_rank is None or not event.source_host or not event.target_host:
+            continue
+        pair = tuple(sorted((event.source_host, event.target_host)))
+        ends[pair][event.source_host].add(event.source_rank)
+        ends[pair][event.target_host].add(event.target_rank)
+        rnics[event.source_host].update(event.source_rnics)
+        rnics[event.target_host].update(event.target_rnics)
+        replicas.update(() if event.replica is None else (event.replica,))
+        lanes.update(() if event.lane is None else (event.lane,))
+    if not ends:
+        return ""
+    pairs = [
+        " to ".join(_host_in_words(host, ranks, rnics[host]) for host, ranks in sorted(of_hosts.items(), key=_first))
+        for of_hosts in list(ends.values())[:MOST_PAIRS]
+    ]
+    if len(ends) > MOST_PAIRS:
+        pairs.append(f"{len(ends) - MOST_PAIRS} more pairs of hosts")
+    text = listed(pairs)
+    text += f", {numbers_in_words('replica', replicas)}" if replicas else ""
+    return text + (f", {numbers_in_words('lane', lanes)}" if lanes != {0} and lanes else "")
+
+
+def numbers_in_words(what: str, numbers: Collection[int]) -> str:
+    """Format numbers, such as "rank 3", "ranks 0-3, 8"."""
+    ordered = sorted(numbers)
+    starts = [0, *(at for at, (one, next_) in enumerate(pairwise(ordered), 1) if next_ != one + 1), len(ordered)]
+    spans = [(ordered[begin], ordered[end - 1]) for begin, end in pairwise(starts)]
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"{what}{'s' * (len(ordered) > 1)} {text}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Join parts, such as "A, B and C"."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _first(of_host: tuple[str, set[int]]) -> int:
+    return min(of_host[1])
+
+
+def _host_in_words(host: str, ranks: Collection[int], rnics: Collection[str]) -> str:
+    by = f" ({', '.join(sorted(rnics))})" if rnics else ""
+    return f"{numbers_in_words('rank', ranks)} on {host}{by}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds with three digits, in a suitable unit."""
+    if seconds >= 99.95:
+        return f"{seconds:,.0f} s"
+    if seconds >= 0.9995:
+        return f"{seconds:#.3g} s"
+    if seconds >= 0.9995e-3:
+        return f"{1e3 * seconds:#.3g}".rstrip(".") + " ms"
+    return f"{1e6 * seconds:.0f} µs"
+
+
+def memory_text(event: MemoryWanted) -> str:
+    """Describe how much faster plans with more memory would be."""
+    what = "the way through the pipeline" if event.source is None else f"link {event.source}<->{event.target}"
+    given = ", ".join(f"{cap} would give {short_duration(seconds)}" for cap, seconds in event.caps.items())
+    return (
+        f"{what} cannot be hidden within {event.held:g} activations per stage: {short_duration(event.predicted_s)}; "
+        f"{given} (--adaptra-max-in-flight)"
+    )
+
+
+def short_duration(seconds: float) -> str:
+    """Format seconds for the training's log: in milliseconds, or in seconds from 10 s."""
+    if seconds >= 10.0:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
 
 Detection = LinkDetection | StageDetection
 Numbered = Callable[[int], int]

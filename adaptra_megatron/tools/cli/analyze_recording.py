@@ -10,7 +10,8 @@ from pathlib import Path
 
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.event_log import EventLogError
-from adaptra_megatron.telemetry.event_wording import duration, link_name, percent
+from adaptra_megatron.telemetry.event_wording import link_name
+from adaptra_megatron.telemetry.log_lines import duration, percent
 from adaptra_megatron.telemetry.trace import TraceError
 from adaptra_megatron.tools.cli.planning.inputs import InputError
 from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress

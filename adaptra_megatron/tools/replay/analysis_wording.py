@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterator
 
 from adaptra_megatron.common.layout import Cell
-from adaptra_megatron.telemetry.event_wording import duration, link_name, listed, percent
+from adaptra_megatron.telemetry.event_wording import link_name
+from adaptra_megatron.telemetry.log_lines import duration, listed, percent
 from adaptra_megatron.tools.replay.analysis import Analysis
 from adaptra_megatron.tools.replay.operations import OpType
 from adaptra_megatron.tools.replay.remedies import SLOW_CELL

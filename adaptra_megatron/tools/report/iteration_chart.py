@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from adaptra_megatron.telemetry.event_wording import cable_of, change_of_seconds, event_text
+from adaptra_megatron.telemetry.event_wording import change_of_seconds, event_text
 from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     Event,
@@ -26,6 +26,7 @@ from adaptra_megatron.telemetry.events import (
     StampedEvent,
     StragglerDetection,
 )
+from adaptra_megatron.telemetry.log_lines import cable_of
 from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at, replicas_of
 from adaptra_megatron.tools.report.report_findings import PartFinding
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from adaptra_megatron.telemetry.event_wording import duration, link_name, percent
+from adaptra_megatron.telemetry.event_wording import link_name
 from adaptra_megatron.telemetry.events import LinkDetection, PlanMade, PlanSwitched, RunEnded, RunStarted
+from adaptra_megatron.telemetry.log_lines import duration, percent
 from adaptra_megatron.tools.recordings.run_files import Progress
 from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at
 from adaptra_megatron.tools.report.iteration_chart import IterationChart, event_rows, worth_a_row

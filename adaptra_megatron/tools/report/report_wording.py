@@ -7,14 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import pairwise
 from statistics import median
 
-from adaptra_megatron.telemetry.event_wording import (
-    change_of_seconds,
-    duration,
-    ends_of,
-    link_name,
-    listed,
-    percent,
-)
+from adaptra_megatron.telemetry.event_wording import change_of_seconds, link_name
 from adaptra_megatron.telemetry.events import (
     LinkDetection,
     PlanSwitched,
@@ -23,6 +16,7 @@ from adaptra_megatron.telemetry.events import (
     StampedEvent,
     StragglerDetection,
 )
+from adaptra_megatron.telemetry.log_lines import duration, ends_of, listed, percent
 from adaptra_megatron.tools.recordings.run_record import Part, RunRecord
 from adaptra_megatron.tools.report.report_findings import Change, Link, PartFinding, Use, repetitions
 from adaptra_megatron.tools.report.waiting import Cause, CauseKind

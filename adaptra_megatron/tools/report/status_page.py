@@ -10,20 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any, TypeVar
 
-from adaptra_megatron.telemetry.event_wording import (
-    RECENT,
-    age_text,
-    cable_of,
-    cost_since,
-    duration,
-    ends_of,
-    finding_text,
-    links_in_words,
-    listed,
-    numbers_in_words,
-    place_of_stage,
-    touched_in_words,
-)
+from adaptra_megatron.telemetry.event_wording import age_text, place_of_stage
 from adaptra_megatron.telemetry.events import (
     Fault,
     IterationsTimed,
@@ -42,6 +29,18 @@ from adaptra_megatron.telemetry.events import (
     StampedEvent,
     StragglerDetection,
     short_reason,
+)
+from adaptra_megatron.telemetry.log_lines import (
+    RECENT,
+    cable_of,
+    cost_since,
+    duration,
+    ends_of,
+    finding_text,
+    links_in_words,
+    listed,
+    numbers_in_words,
+    touched_in_words,
 )
 from adaptra_megatron.tools.recordings.run_files import renumbered
 from adaptra_megatron.tools.recordings.run_record import began_at, replicas_of

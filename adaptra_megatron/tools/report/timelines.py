@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from adaptra_megatron.telemetry.event_wording import duration, percent
+from adaptra_megatron.telemetry.log_lines import duration, percent
 from adaptra_megatron.tools.recordings.run_record import RunIteration
 from adaptra_megatron.tools.report.iteration_chart import round_step
 from adaptra_megatron.tools.report.report_findings import Link, PartFinding, Use, use_of

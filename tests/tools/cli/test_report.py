@@ -19,7 +19,6 @@ from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.action_records import ArrivalRecord
 from adaptra_megatron.telemetry.event_log import EventLog
-from adaptra_megatron.telemetry.event_wording import duration, percent
 from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
     Fault,
@@ -35,6 +34,7 @@ from adaptra_megatron.telemetry.events import (
     StragglerDetection,
     SwitchMeasured,
 )
+from adaptra_megatron.telemetry.log_lines import duration, percent
 from adaptra_megatron.telemetry.trace import TraceWriter, trace_path
 from adaptra_megatron.telemetry.trace_requests import RequestBox
 from adaptra_megatron.tools.cli.main import main

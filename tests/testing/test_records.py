@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from adaptra_megatron.telemetry.action_records import IterationRecorder
+from testing.stock import IterationRecorder
 
 
 def test_take_returns_one_iteration_in_order_and_forgets_it() -> None:
