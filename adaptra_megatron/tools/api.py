@@ -31,7 +31,7 @@ from adaptra_megatron.tools.cli.planning.cost_inputs import (
 from adaptra_megatron.tools.cli.planning.inputs import InputError, Value, fixed_schedule, placed_for, whole_value
 from adaptra_megatron.tools.cli.planning.sweep import STOCK, Sweep, stock_of
 from adaptra_megatron.tools.cli.planning.sweep import sweep as sweep_over
-from adaptra_megatron.tools.report.simulated import Drawn
+from adaptra_megatron.tools.report.timelines import Drawn
 
 if TYPE_CHECKING:
     from adaptra_megatron.tools.replay.analysis import Analysis

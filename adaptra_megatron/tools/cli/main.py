@@ -13,16 +13,17 @@ from typing import NoReturn
 from adaptra_megatron import __version__
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.ir import ScheduleError
-from adaptra_megatron.tools.cli import analyze, doctor
-from adaptra_megatron.tools.cli import bench_command as bench
-from adaptra_megatron.tools.cli import check_command as check
-from adaptra_megatron.tools.cli import launch_command as launch
-from adaptra_megatron.tools.cli.planning import plan_command as plan
-from adaptra_megatron.tools.cli.planning import simulate_command as simulate
+from adaptra_megatron.tools.cli import bench_command, check_command, doctor, launch_command
 from adaptra_megatron.tools.cli.planning import simulate_sync
 from adaptra_megatron.tools.cli.planning.inputs import InputError
-from adaptra_megatron.tools.cli.report_commands import add_report_command, add_status_command
-from adaptra_megatron.tools.cli.request_commands import add_policy_command, add_trace_command
+from adaptra_megatron.tools.cli.planning.planning_commands import add_plan_command, add_simulate_command
+from adaptra_megatron.tools.cli.run_commands import (
+    add_analyze_command,
+    add_policy_command,
+    add_report_command,
+    add_status_command,
+    add_trace_command,
+)
 
 
 class _UsageError(Exception):
@@ -64,18 +65,12 @@ def command_parser() -> argparse.ArgumentParser:
         help="print a script that completes this command line, for the shell's start-up file",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    plan.add_command(commands)
-    simulate.add_command(commands)
-    simulate_sync.add_command(commands)
-    analyze.add_command(commands)
-    launch.add_command(commands)
-    doctor.add_command(commands)
-    check.add_command(commands)
-    bench.add_command(commands)
-    add_report_command(commands)
-    add_trace_command(commands)
-    add_status_command(commands)
-    add_policy_command(commands)
+    for add in (
+        *(add_plan_command, add_simulate_command, simulate_sync.add_command, add_analyze_command),
+        *(launch_command.add_command, doctor.add_command, check_command.add_command, bench_command.add_command),
+        *(add_report_command, add_trace_command, add_status_command, add_policy_command),
+    ):
+        add(commands)
     return parser
 
 

@@ -23,7 +23,7 @@ from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput, add_what_
 from adaptra_megatron.tools.cli.planning.inputs import InputError, count
 from adaptra_megatron.tools.cli.terminal import add_progress_option, print_table
 from adaptra_megatron.tools.report.perfetto import chrome_trace, write_trace
-from adaptra_megatron.tools.report.simulated import Drawn, simulated_traces
+from adaptra_megatron.tools.report.timelines import Drawn, simulated_traces
 
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
