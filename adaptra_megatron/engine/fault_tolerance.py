@@ -71,11 +71,9 @@ class FaultTolerance(EngineFeature):
         return {**self._config.common, **({} if self.training is None else self.training.settings)}
 
     def wrap_entry(self, entry: JobEntry) -> JobEntry:
-        """See EngineFeature."""
         return entry if self.joining is None else RejoiningEntry(self.joining)
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        """See EngineFeature."""
         self._recoveries.append(Recovery(pipeline, self))
         return self._recoveries[-1]
 
@@ -108,7 +106,6 @@ class FaultTolerance(EngineFeature):
         return self._recoveries[0].manager.carry_out(attempt)
 
     def close(self) -> None:
-        """See EngineFeature."""
         self._recoveries.clear()
 
     def _gather(self) -> None:
@@ -257,7 +254,6 @@ class Recovery(IterationHooks):
         return replace(word, tokens=found.tokens, divisors=(found.divisor,))
 
     def wrap_figures(self, figures: RankFigures) -> RankFigures:
-        """See IterationHooks."""
         manager = self.manager
         lost = FailureMetrics(
             dead_cells=sorted((cell.replica, cell.stage) for cell in manager.generation.dead_cells),
@@ -277,11 +273,9 @@ class Recovery(IterationHooks):
         self._failures_logged = len(manager.rank_failures)
 
     def fail(self, cause: BaseException) -> None:
-        """See IterationHooks."""
         self.manager.end_with(cause)
 
     def close(self) -> None:
-        """See IterationHooks."""
         self.manager.close(well=not self.pipeline.has_failed)
 
 

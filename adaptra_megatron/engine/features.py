@@ -49,7 +49,6 @@ class Decorated(IterationHooks):
         self._decorate = decorate
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
-        """See IterationHooks."""
         return self._decorate(computation, call.stage)
 
 
@@ -63,7 +62,6 @@ class StragglerMonitoring(EngineFeature):
         self._config, self.waits = config, SyncWaits()
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        """See EngineFeature."""
         if pipeline.job.layout.replicas < 2:
             return IterationHooks(pipeline)
         from adaptra_megatron.engine.sync_arrivals import MonitoredIterations, arrivals_of
@@ -71,7 +69,6 @@ class StragglerMonitoring(EngineFeature):
         return MonitoredIterations(pipeline, arrivals_of(pipeline.job, self._config, pipeline.telemetry, self.waits))
 
     def stock_hooks(self, job: Job, telemetry: RunTelemetry) -> StockHooks:
-        """See EngineFeature."""
         if job.layout.replicas < 2:
             return StockHooks()
         from adaptra_megatron.engine.sync_arrivals import MonitoredStock, arrivals_of
@@ -89,7 +86,6 @@ class EndedJob(IterationHooks):
         self._ending = end_job(self.pipeline.job.control, self.pipeline.job.layout, cause)
 
     def failed(self) -> None:
-        """See IterationHooks."""
         self._ending.wait()
 
 
@@ -102,7 +98,6 @@ class SplitEngineLayers(EngineFeature):
         self._restores: list[Callable[[], None]] = []
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        """See EngineFeature."""
         if "transformer_engine" not in sys.modules:
             return IterationHooks(pipeline)
         from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
@@ -112,7 +107,6 @@ class SplitEngineLayers(EngineFeature):
         return SplitBackwards(pipeline, layers)
 
     def close(self) -> None:
-        """See EngineFeature."""
         for restore in self._restores:
             restore()
         self._restores.clear()
@@ -126,7 +120,6 @@ class SplitBackwards(IterationHooks):
         self._layers = layers
 
     def made(self, call: PipelineCall) -> None:
-        """See IterationHooks."""
         self._layers.split(call.model_chunks, call.config)
 
 

@@ -56,27 +56,22 @@ class RangedTransport:
         )
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        """See Transport."""
         with _range(f"send {_named(key)} to rank {peer}"):
             self._transport.post_send(key, peer, tensor)
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
-        """See Transport."""
         with _range(f"receive {_named(key)} from rank {peer}"):
             self._transport.post_receive(key, peer)
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
-        """See Transport."""
         with _range(f"wait for {' or '.join(map(_named, keys))}"):
             return self._transport.wait_any(keys, until_s)
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
-        """See Transport."""
         with _range(f"wait for {_named(key)}"):
             return self._transport.wait(key, deadline_s)
 
     def flush(self, deadline_s: float) -> None:
-        """See Transport."""
         with _range("wait until all has been sent"):
             self._transport.flush(deadline_s)
 
@@ -104,11 +99,9 @@ class ProfileRanges(IterationHooks):
     """Puts named profiler ranges around actions and messages."""
 
     def wrap_transport(self, transport: Transport) -> Transport:
-        """See IterationHooks."""
         return RangedTransport(transport)
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
-        """See IterationHooks."""
         return ranged_computation(computation)
 
 
@@ -166,12 +159,10 @@ class SpannedTransport:
         self.take_times, self.flush, self.close = transport.take_times, transport.flush, transport.close
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        """See Transport."""
         with self._of(f"megatron.p2p.send_{_MESSAGES[key.direction]}", key):
             self._transport.post_send(key, peer, tensor)
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
-        """See Transport."""
         with self._of(f"megatron.p2p.recv_{_MESSAGES[key.direction]}", key):
             return self._transport.wait(key, deadline_s)
 
@@ -187,11 +178,9 @@ class MegatronSpans(IterationHooks):
         self._span = megatron_span()
 
     def wrap_transport(self, transport: Transport) -> Transport:
-        """See IterationHooks."""
         return transport if self._span is None else SpannedTransport(transport, self._span)
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
-        """See IterationHooks."""
         return computation if self._span is None else spanned_computation(computation, self._span)
 
 

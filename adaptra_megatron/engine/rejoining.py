@@ -123,11 +123,9 @@ class Joining(NamedTuple):
         return joined_job(self.joined, self.rejoining.timeout_s)
 
     def check(self) -> None:
-        """See `RejoiningRank.check`."""
         self.rejoining.check(self.joined)
 
     def meet(self) -> None:
-        """See `RejoiningRank.meet`."""
         self.rejoining.meet(self.joined)
 
 
@@ -140,11 +138,9 @@ class RejoiningEntry(JobEntry):
         self._joining, self.counters = joining, joining.counters
 
     def job(self, call: PipelineCall, config: AdaptraConfig) -> Job:
-        """See JobEntry."""
         return self._joining.job
 
     def control(self, job: Job) -> ControlStore:
-        """See JobEntry."""
         joined = self._joining.joined
         return joined.control.in_generation(joined.generation.id)
 

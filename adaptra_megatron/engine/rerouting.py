@@ -214,7 +214,6 @@ class ReroutedTraining(EngineFeature):
         return found
 
     def summary(self) -> Mapping[str, Any]:
-        """See EngineFeature."""
         return {
             "routed_iterations": sum(each.routed_iterations for each in self._reroutings),
             "swapped_micro_batches": sum(each.swapped_micro_batches for each in self._reroutings),
@@ -331,7 +330,6 @@ class Rerouting(IterationHooks):
         return 0 if self._inputs is None else self._inputs.swapped
 
     def follow(self, decision: Decision) -> None:
-        """See IterationHooks."""
         routing = decision.routing
         if routing is None:
             return
@@ -340,7 +338,6 @@ class Rerouting(IterationHooks):
         self._order = CellOrder.unpacked(routing.orders[str(layout.cell)]) if routing.number else None
 
     def choose_work(self, work: Callable[[], Work], call: PipelineCall, schedule: Schedule) -> Work:
-        """See IterationHooks."""
         if not (self._routes(call) and self._routed):
             return work()
         program, order = self._ordered(call, schedule)
@@ -379,7 +376,6 @@ class Rerouting(IterationHooks):
         return order
 
     def wrap_losses(self, call: PipelineCall, losses: list[Any]) -> list[Any]:
-        """See IterationHooks."""
         if not self._routes(call):
             return losses
         assert self._inputs is not None, "an iteration ends that has not begun"
@@ -388,7 +384,6 @@ class Rerouting(IterationHooks):
         return self._inputs.end(losses, losses_moved=self._routed and moved)
 
     def commit(self, call: PipelineCall) -> None:
-        """See IterationHooks."""
         if not self._routes(call):
             return
         assert self._inputs is not None, "an iteration ends that has not begun"

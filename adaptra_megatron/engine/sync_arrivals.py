@@ -211,17 +211,14 @@ class MonitoredIterations(IterationHooks):
         """Waits of the latest iteration, until it is measured."""
 
     def commit(self, call: PipelineCall) -> None:
-        """See IterationHooks."""
         if not call.forward_only:
             self._waits = self._arrivals.take()
 
     def measured(self, ended: EndedIteration) -> None:
-        """See IterationHooks."""
         computed_s = sum(record.compute_s for record in ended.report.records)
         self._arrivals.add(ended.iteration, ended.seconds, self._waits, computed_s)
 
     def close(self) -> None:
-        """See IterationHooks."""
         self._arrivals.close()
 
 
@@ -232,9 +229,7 @@ class MonitoredStock(StockHooks):
         self._arrivals = arrivals
 
     def end(self, iteration: int, seconds: float) -> None:
-        """See StockHooks."""
         self._arrivals.add(iteration, seconds, self._arrivals.take(), None)
 
     def close(self) -> None:
-        """See StockHooks."""
         self._arrivals.close()

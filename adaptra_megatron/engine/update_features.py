@@ -28,15 +28,12 @@ class StaggeredSteps(EngineFeature):
         self.optimizer = StaggeredOptimizer()
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        """See EngineFeature."""
         return StaggeredIterations(pipeline, self.optimizer)
 
     def settle(self) -> None:
-        """See EngineFeature."""
         self.optimizer.settle()
 
     def summary(self) -> Mapping[str, Any]:
-        """See EngineFeature."""
         return {"early_steps": self.optimizer.early_steps, "steps_taken_back": self.optimizer.steps_taken_back}
 
 
@@ -67,7 +64,6 @@ class StaggeredIterations(IterationHooks):
         return ran
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
-        """See IterationHooks."""
         from adaptra_megatron.megatron.staggered_optimizer import ValidatedComputation
 
         return ValidatedComputation(computation, self._optimizer)
@@ -83,11 +79,9 @@ class ReplicaReductions(EngineFeature):
         self.reduction = GradientReduction(config.gradient_sync, config.timeout_s)
 
     def summary(self) -> Mapping[str, Any]:
-        """See EngineFeature."""
         return {"gradient_sync": self.reduction.used}
 
     def close(self) -> None:
-        """See EngineFeature."""
         self.reduction.close()
 
 
@@ -101,17 +95,13 @@ class PartialUpdates(EngineFeature):
         self.updates = ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
 
     def iterate(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """See EngineFeature."""
         return self.updates.iterate(run, arguments)
 
     def settle(self) -> None:
-        """See EngineFeature."""
         self.updates.settle()
 
     def summary(self) -> Mapping[str, Any]:
-        """See EngineFeature."""
         return {"updates": dict(self.updates.used)}
 
     def close(self) -> None:
-        """See EngineFeature."""
         self.updates.close()

@@ -54,7 +54,6 @@ class SurroundedComputation:
         self._computation, self._around = computation, around
 
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        """See StageComputation."""
         with self._around("F", chunk, micro_batch):
             return self._computation.forward(chunk, micro_batch, input_tensor)
 
@@ -68,13 +67,11 @@ class SurroundedComputation:
         *,
         split: bool,
     ) -> torch.Tensor | None:
-        """See StageComputation."""
         tensors = (input_tensor, output_tensor, output_gradient)
         with self._around("I" if split else "B", chunk, micro_batch):
             return self._computation.backward(chunk, micro_batch, *tensors, split=split)
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
-        """See StageComputation."""
         with self._around("W", chunk, micro_batch):
             self._computation.weight_gradient(chunk, micro_batch)
 

@@ -172,7 +172,6 @@ class RequestedTraces:
             self._recent.popitem(last=False)
 
     def close(self) -> None:
-        """See `TraceWriter`."""
         self._writer.close()
 
     def _write(self, iteration: int) -> None:

@@ -50,7 +50,6 @@ class EngineWeightGradient:
         return self.store
 
     def compute(self) -> Gradients:
-        """See DelayedGradient."""
         return self.store.compute(self.tensors, self.function)
 
 
