@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
-from adaptra_megatron.megatron.megatron_iteration import RepeatableIteration
 from adaptra_megatron.megatron.refusals import refuse_for_staggering
 
 if TYPE_CHECKING:
@@ -56,6 +55,8 @@ class StaggeredIterations(IterationHooks):
         """
         if not self._optimizer.unvalidated:
             return attempt(call, number)
+        from adaptra_megatron.megatron.staggered_optimizer import RepeatableIteration
+
         repeatable = RepeatableIteration(call)
         ran = attempt(repeatable.call, number)
         if self._optimizer.settle():

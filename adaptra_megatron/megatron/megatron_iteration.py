@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import rerun_state_machine
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from adaptra_megatron.megatron.compat import finalize_gradients
 from adaptra_megatron.megatron.megatron_call import PipelineCall
@@ -101,54 +99,3 @@ def _divide_by_tokens(call: PipelineCall, tokens: torch.Tensor) -> None:
     if tokens > 0:
         for chunk in call.model_chunks:
             chunk.scale_gradients(1.0 / tokens)  # type: ignore[operator]
-
-
-# An iteration that runs again because a staggered optimizer step was taken back: its data and its random numbers.
-# Iterations are redone after a failure by `fault_tolerance.Recovery`.
-
-
-class RepeatableIteration:
-    """One call of Megatron's forward_backward function that can be repeated. Create it before anything is computed."""
-
-    def __init__(self, call: PipelineCall) -> None:
-        self._given = call
-        self._data = [None if each is None else _KeptData(each) for each in call.data_iterators]
-        self._states = torch.get_rng_state(), torch.cuda.get_rng_state(), _tracked()
-        self.call = replace(call, data_iterators=list[Iterator[Any] | None](self._data))
-        """The call, with iterators that keep their data."""
-
-    def rewind(self) -> None:
-        """Prepare `call` to run again: zero gradients, and the same data and random numbers."""
-        forget_gradients(self._given)
-        for each in self._data:
-            if each is not None:
-                each.rewind()
-        default, device, tracked = self._states
-        torch.set_rng_state(default)
-        torch.cuda.set_rng_state(device)
-        get_cuda_rng_tracker().set_states(tracked)
-
-
-def _tracked() -> dict[str, Any]:
-    return {
-        name: state.clone() if isinstance(state, torch.Tensor) else state.clone_state()
-        for name, state in get_cuda_rng_tracker().get_states().items()
-    }
-
-
-class _KeptData(Iterator[Any]):
-    """Iterator that keeps the data it yields, for a second pass."""
-
-    def __init__(self, own: Iterator[Any]) -> None:
-        self._own = own
-        self._read: list[Any] = []
-        self._again: Iterator[Any] = iter(())
-
-    def __next__(self) -> Any:
-        for item in self._again:
-            return item
-        self._read.append(next(self._own))
-        return self._read[-1]
-
-    def rewind(self) -> None:
-        self._again = iter(self._read[:])

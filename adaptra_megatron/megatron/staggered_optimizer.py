@@ -15,15 +15,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.megatron.megatron_iteration import forget_gradients
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_for_staggering
 from adaptra_megatron.transport.gpu.training_device import current_stream
 
@@ -312,3 +316,54 @@ def _step_again(taken: _Taken) -> None:
         if getattr(each, "ddp_config", None) is not None and each.ddp_config.overlap_param_gather:
             for chunk in each.model_chunks:
                 chunk.start_param_sync(force_sync=True)
+
+
+class RepeatableIteration:
+    """One call of Megatron's forward_backward function that can be repeated, with its data and its random numbers,
+    because a step was taken back. Create it before anything is computed.
+
+    Iterations are redone after a failure by `fault_tolerance.Recovery`.
+    """
+
+    def __init__(self, call: PipelineCall) -> None:
+        self._given = call
+        self._data = [None if each is None else _KeptData(each) for each in call.data_iterators]
+        self._states = torch.get_rng_state(), torch.cuda.get_rng_state(), _tracked()
+        self.call = replace(call, data_iterators=list[Iterator[Any] | None](self._data))
+        """The call, with iterators that keep their data."""
+
+    def rewind(self) -> None:
+        """Prepare `call` to run again: zero gradients, and the same data and random numbers."""
+        forget_gradients(self._given)
+        for each in self._data:
+            if each is not None:
+                each.rewind()
+        default, device, tracked = self._states
+        torch.set_rng_state(default)
+        torch.cuda.set_rng_state(device)
+        get_cuda_rng_tracker().set_states(tracked)
+
+
+def _tracked() -> dict[str, Any]:
+    return {
+        name: state.clone() if isinstance(state, torch.Tensor) else state.clone_state()
+        for name, state in get_cuda_rng_tracker().get_states().items()
+    }
+
+
+class _KeptData(Iterator[Any]):
+    """Iterator that keeps the data it yields, for a second pass."""
+
+    def __init__(self, own: Iterator[Any]) -> None:
+        self._own = own
+        self._read: list[Any] = []
+        self._again: Iterator[Any] = iter(())
+
+    def __next__(self) -> Any:
+        for item in self._again:
+            return item
+        self._read.append(next(self._own))
+        return self._read[-1]
+
+    def rewind(self) -> None:
+        self._again = iter(self._read[:])

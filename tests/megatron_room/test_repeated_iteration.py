@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from adaptra_megatron.megatron import megatron_iteration as repeated_iteration
+from adaptra_megatron.megatron import staggered_optimizer as repeated_iteration
 from adaptra_megatron.megatron.megatron_call import PipelineCall
-from adaptra_megatron.megatron.megatron_iteration import RepeatableIteration
+from adaptra_megatron.megatron.staggered_optimizer import RepeatableIteration
 
 
 @dataclass(frozen=True)
