@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ from adaptra_megatron.megatron.state.training_state import (
     send_optimizer,
     send_tensors,
 )
+
+if TYPE_CHECKING:
+    from adaptra_megatron.engine.pipeline import Pipeline
 
 logger = logger_of(__name__)
 
@@ -198,25 +201,9 @@ def _shards(training: Training, source: int, target: int, before: frozenset[int]
                 yield place, False
 
 
-class Trains(Protocol):
-    """Interface of a rank's pipeline for `hand_over`."""
-
-    @property
-    def job(self) -> Job:
-        """The pipeline's job."""
-
-    @property
-    def counters(self) -> Counters:
-        """Return the iteration counters: all iterations, and training iterations."""
-
-    @property
-    def running(self) -> Decision:
-        """The active plan, as a decision."""
-
-
 def hand_over(
     training: Training,
-    pipeline: Trains,
+    pipeline: Pipeline,
     generation: Generation,
     before: frozenset[int],
     *,
@@ -283,7 +270,7 @@ def take_over(
     return progress, counters, running
 
 
-def _send(sender: StateSender, training: Training, pipeline: Trains, handing: Handing) -> None:
+def _send(sender: StateSender, training: Training, pipeline: Pipeline, handing: Handing) -> None:
     if handing.whole:
         sender.values(
             {

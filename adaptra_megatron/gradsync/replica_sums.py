@@ -12,13 +12,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.gradsync.all_reduce_algorithms import ALGORITHMS, STOCK, AlgorithmChoice, AllReduceWire, choose
-from adaptra_megatron.gradsync.peer_messages import PeerExchange
+from adaptra_megatron.gradsync.peer_messages import Peers
 from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
 
 logger = logger_of(__name__)
@@ -82,19 +82,6 @@ def last_arrival(waits_s: Sequence[float]) -> tuple[int, float]:
     return last, min(wait_s for index, wait_s in enumerate(waits_s) if index != last) - waits_s[last]
 
 
-class Group(PeerExchange, Protocol):
-    """Interface of the ranks that gradients are summed over: see `Peers`."""
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Sum `values` in place over the ranks, by torch's all-reduce."""
-
-    def settle(self) -> None:
-        """Wait until all started sums are complete."""
-
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the `values` of every rank, in rank order."""
-
-
 class _Waited(NamedTuple):
     """Measurement of one sum."""
 
@@ -108,7 +95,7 @@ class _Waited(NamedTuple):
 class ReplicaSums:
     """Sums of one replica. All replicas make the same calls in the same order, and so make the same choices."""
 
-    def __init__(self, peers: Group, mode: str) -> None:
+    def __init__(self, peers: Peers, mode: str) -> None:
         """`mode`: a name in `ALGORITHMS`, applied around the replica that came last before; or "auto": by the model."""
         self._peers, self._mode = peers, mode
         self._lateness: defaultdict[int, Lateness] = defaultdict(lambda: Lateness(peers.size))

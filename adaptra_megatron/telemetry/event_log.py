@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from adaptra_megatron.telemetry.background_writer import BackgroundWriter, is_no_file
 from adaptra_megatron.telemetry.events import Event, EventError, RunStarted, Stamp, StampedEvent, decode, encode
@@ -30,26 +30,6 @@ QUEUED_EVENTS = 4096
 
 class EventLogError(ValueError):
     """An event log that cannot be read. Names the file, the line and what is wrong."""
-
-
-class Clock(Protocol):
-    """Clock of an event log."""
-
-    def wall_s(self) -> float:
-        """Return the seconds since the epoch."""
-
-    def monotonic_s(self) -> float:
-        """Return the seconds of this host's monotonic clock."""
-
-
-class SystemClock:
-    """The clocks of this host."""
-
-    def wall_s(self) -> float:
-        return time.time()
-
-    def monotonic_s(self) -> float:
-        return time.monotonic()
 
 
 def event_path(directory: Path | str, rank: int, age: int = 0) -> Path:
@@ -132,14 +112,15 @@ class EventLog:
         *,
         run: str,
         rank: int,
-        clock: Clock | None = None,
+        wall_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
         clock_offset_s: float = 0.0,
         max_nbytes: int = MAX_NBYTES,
     ) -> None:
-        """Start the log. `run`: name of this start of the job, the same on all ranks. `clock_offset_s`: see
-        TraceWriter."""
+        """Start the log. `run`: name of this start of the job, the same on all ranks. `wall_s`, `monotonic_s`: clocks
+        of this host. `clock_offset_s`: see TraceWriter."""
         self._run, self._rank = run, rank
-        self._clock: Clock = SystemClock() if clock is None else clock
+        self._wall_s, self._monotonic_s = wall_s, monotonic_s
         self._clock_offset_s = clock_offset_s
         self._lock = threading.Lock()
         self._sequence = 0
@@ -173,8 +154,8 @@ class EventLog:
             rank=self._rank,
             sequence=self._sequence,
             iteration=self.iteration if iteration is None else iteration,
-            wall_s=self._clock.wall_s(),
-            monotonic_s=self._clock.monotonic_s() + self._clock_offset_s,
+            wall_s=self._wall_s(),
+            monotonic_s=self._monotonic_s() + self._clock_offset_s,
         )
         self._sequence += 1
         return StampedEvent(stamp=stamp, event=event)

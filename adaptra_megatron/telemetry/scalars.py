@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from adaptra_megatron.common.log import logger_of
 
@@ -183,18 +183,6 @@ def scalars(
     return values
 
 
-class TensorBoard(Protocol):
-    """The used part of torch.utils.tensorboard.SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-
-class WeightsAndBiases(Protocol):
-    """The used part of the wandb module, which is Megatron's writer."""
-
-    def log(self, data: dict[str, float], step: int) -> Any: ...
-
-
 class ScalarWriters:
     """Writes values to the given writers.
 
@@ -204,11 +192,14 @@ class ScalarWriters:
     def __init__(
         self,
         *,
-        tensorboard: TensorBoard | None = None,
-        wandb: WeightsAndBiases | None = None,
+        tensorboard: Any = None,
+        wandb: Any = None,
         interval: int = 1,
     ) -> None:
-        """Set up. `interval`: iterations between two sets of values (Megatron's --tensorboard-log-interval)."""
+        """Set up. `tensorboard`: torch's SummaryWriter. `wandb`: that module, which is Megatron's writer.
+
+        `interval`: iterations between two sets of values (Megatron's --tensorboard-log-interval).
+        """
         self._writers: list[tuple[str, Callable[[dict[str, float], int], Any]]] = []
         if tensorboard is not None:
             self._writers.append(("TensorBoard", _each_by(tensorboard)))
@@ -262,7 +253,7 @@ def megatron_step(fallback: int, modules: Mapping[str, Any] | None = None) -> in
     return fallback if iteration is None else iteration + 1
 
 
-def _each_by(tensorboard: TensorBoard) -> Callable[[dict[str, float], int], None]:
+def _each_by(tensorboard: Any) -> Callable[[dict[str, float], int], None]:
     def write(values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
             tensorboard.add_scalar(tag, value, step)

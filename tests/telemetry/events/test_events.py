@@ -127,7 +127,9 @@ def test_what_is_no_event_is_refused(line: str, message: str) -> None:
 
 
 def test_the_log_stamps_with_its_clock_and_the_jobs_time(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "new", START, run="a", rank=3, clock=CountingClock(), clock_offset_s=50.0)
+    clock = CountingClock()
+    times = {"wall_s": clock.wall_s, "monotonic_s": clock.monotonic_s}
+    log = EventLog(tmp_path / "new", START, run="a", rank=3, clock_offset_s=50.0, **times)
     log.iteration = 4
     log.log(Fault(what="delegate restarted"))
     log.log(PlanSwitched(number=1, before=0), iteration=6)
