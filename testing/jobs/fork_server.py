@@ -32,8 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from adaptra_megatron.tools.local_ranks.launch_ranks import rank_environment
-from adaptra_megatron.tools.local_ranks.rank_process import PARENT_VARIABLE, run_script
+from adaptra_megatron.tools.local_ranks.launch_ranks import PARENT_VARIABLE, rank_environment, run_script
 
 START_TIMEOUT_S = 120.0
 PRELOADED = (

@@ -2,14 +2,19 @@
 """Start the processes of a job on this machine, watch them, and clean up after them.
 
 Ranks are plain Python processes, as torchrun's, or come from a `RankServer`, which starts a job in a fraction of the
-time.
+time. The process of a rank ends with its launcher, shows stacks on SIGUSR1, and runs a script or a module:
+
+python -m adaptra_megatron.tools.local_ranks.launch_ranks script.py ARGUMENTS...
+python -m adaptra_megatron.tools.local_ranks.launch_ranks -m module ARGUMENTS...
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -21,7 +26,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from adaptra_megatron.tools.local_ranks.rank_process import PARENT_VARIABLE, STACKS_SIGNAL
+from adaptra_megatron.elastic.launch.tied_process import die_with_parent
+
+STACKS_SIGNAL = signal.SIGUSR1
+PARENT_VARIABLE = "ADAPTRA_LAUNCHER_PID"
+
+
+def run_script(argv: Sequence[str]) -> None:
+    """Run `argv` ("script.py" or "-m", "module", then arguments) as the main program of this process."""
+    die_with_parent(int(os.environ.get(PARENT_VARIABLE, os.getppid())))
+    # The file descriptor, not sys.stderr: a test runner or the script may replace that.
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
+    faulthandler.enable(file=2)
+    if argv[0] == "-m":
+        sys.argv = list(argv[1:])
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(argv)
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    runpy.run_path(argv[0], run_name="__main__")
+
 
 POLL_S = 0.02
 GRACE_S = 1.0
@@ -218,7 +242,7 @@ class _Job:
 def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-u", "-m", "adaptra_megatron.tools.local_ranks.rank_process", *argv],
+            [sys.executable, "-u", "-m", "adaptra_megatron.tools.local_ranks.launch_ranks", *argv],
             env={**environment, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -306,3 +330,7 @@ def rank_environment(more: Mapping[str, str]) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join([here, *(path for path in paths if path and path != here)])
     environment.update(more)
     return environment
+
+
+if __name__ == "__main__":
+    run_script(sys.argv[1:])

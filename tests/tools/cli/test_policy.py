@@ -13,7 +13,7 @@ import pytest
 from support.made_up.runs import write_events
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.engine.planning import accepted
+from adaptra_megatron.engine.pipeline import accepted
 from adaptra_megatron.telemetry.events import Event, IterationsTimed, PlanSwitched, PolicyChanged
 from adaptra_megatron.telemetry.trace_requests import policy_file, take_policy
 from adaptra_megatron.tools.cli.main import main
