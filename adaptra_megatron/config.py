@@ -280,6 +280,12 @@ class AdaptraConfig:
         return self.straggler_monitor == "on" and self.sync_mode == "ssgd" and not self.is_fault_tolerant
 
     @property
+    def has_features(self) -> bool:
+        """Return whether routes or updates differ from stock's: such features have refusals of their own."""
+        updates = self.gradient_sync != "stock" or self.sync_mode != "ssgd" or self.staggered_optimizer
+        return updates or self.reroute != "off"
+
+    @property
     def is_fault_tolerant(self) -> bool:
         """Return whether training survives rank failures."""
         return self.reroute in ("failures", "all")

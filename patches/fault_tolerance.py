@@ -27,7 +27,7 @@ def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable
 
 
 def _refusing_layer_wise(stock: Callable[..., Any], _: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.megatron.refusals import layer_wise_error
+    from adaptra_megatron.megatron.feature_refusals import layer_wise_error
 
     @functools.wraps(stock)
     def __init__(optimizer: Any, *given: Any, **keywords: Any) -> None:  # noqa: N807

@@ -11,7 +11,8 @@ from pathlib import Path
 from markdown_table import markdown_table
 
 from adaptra_megatron.elastic.launch.launch_arguments import launch_parser
-from adaptra_megatron.megatron.refusals import RECOVERY, REFUSALS, REROUTING, SEEN_IN_ARGUMENTS, STAGGERING, SYNC_MODES
+from adaptra_megatron.megatron.feature_refusals import RECOVERY, REROUTING, STAGGERING, SYNC_MODES
+from adaptra_megatron.megatron.refusals import REFUSALS, SEEN_IN_ARGUMENTS
 from adaptra_megatron.tools.cli.main import command_parser
 
 TABLES = Path(__file__).resolve().parent / "reference"
@@ -115,8 +116,8 @@ def refusals_page() -> str:
     return f"""# Refused features
 
 Refused at start, with exit status 2 where Megatron's arguments show it; made from
-`adaptra_megatron.megatron.refusals` by `scripts/write_docs.py`, which `adaptra check` applies, too. What
-is not here, and was tried: [versions.md](versions.md#features).
+`adaptra_megatron.megatron.refusals` and `feature_refusals` by `scripts/write_docs.py`, which `adaptra check` applies,
+too. What is not here, and was tried: [versions.md](versions.md#features).
 
 ## With `--adaptra`
 

@@ -8,7 +8,7 @@ import functools
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from adaptra_megatron.common.environment import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE, is_turned_off
@@ -132,18 +132,17 @@ class Enabling:
         if too_old is not None:
             refuse(parser.prog, too_old)
         from adaptra_megatron.config import validate_files
-        from adaptra_megatron.megatron.refusals import (
-            UnsupportedFeatureError,
-            pipeline_stages,
-            refuse_arguments,
-        )
+        from adaptra_megatron.megatron import refusals
         from adaptra_megatron.patches import PatchError, enable
 
+        refuse_all: Callable[[Any], None] = refusals.refuse_settings
+        if config.has_features:
+            from adaptra_megatron.megatron.feature_refusals import refuse_arguments as refuse_all
         try:
-            validate_files(config, pipeline_stages(arguments))
-            refuse_arguments(arguments)
+            validate_files(config, refusals.pipeline_stages(arguments))
+            refuse_all(arguments)
             enable(config)
-        except (ConfigError, PatchError, UnsupportedFeatureError) as error:
+        except (ConfigError, PatchError, refusals.UnsupportedFeatureError) as error:
             refuse(parser.prog, str(error))
 
 

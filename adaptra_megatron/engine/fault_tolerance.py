@@ -28,9 +28,10 @@ from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training,
 from adaptra_megatron.engine.rerouting import Rerouting
 from adaptra_megatron.engine.training_job import Job, JobEntry
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
+from adaptra_megatron.megatron.feature_refusals import refuse_for_recovery
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.megatron_iteration import forget_gradients
-from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_for_recovery
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.megatron.state.attempt_state import AttemptState
 from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.telemetry.events import RanksLost, RanksReturned

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
-from adaptra_megatron.megatron.refusals import refuse_for_staggering
+from adaptra_megatron.megatron.feature_refusals import refuse_for_staggering
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.pipeline import Pipeline

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.megatron.feature_refusals import errors_of_flags
 from adaptra_megatron.megatron.gradients.split_rules import SplitRule, expected_layers, rule_for
 from adaptra_megatron.megatron.refusals import (
-    errors_of_flags,
     kept_in_order,
     pipeline_stages,
     refused_of,

@@ -29,9 +29,9 @@ from adaptra_megatron.gradsync.sync_modes import ModeKind
 from adaptra_megatron.gradsync.update_log import UpdateLog
 from adaptra_megatron.gradsync.update_order import CatchUp, Handover, Met, Update
 from adaptra_megatron.megatron.compat import data_parallel_group, default_groups, groups_keyword
+from adaptra_megatron.megatron.feature_refusals import refuse_for_sync_mode, refuse_to_split
 from adaptra_megatron.megatron.gradients.gradient_reduction import check_gradients
 from adaptra_megatron.megatron.megatron_call import config_of
-from adaptra_megatron.megatron.refusals import refuse_for_sync_mode, refuse_to_split
 from adaptra_megatron.megatron.state.training_state import (
     StateReceiver,
     StateSender,

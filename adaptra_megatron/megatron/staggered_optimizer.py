@@ -26,9 +26,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.feature_refusals import refuse_for_staggering
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.megatron_iteration import forget_gradients
-from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_for_staggering
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.transport.gpu.training_device import current_stream
 
 logger = logger_of(__name__)

@@ -20,23 +20,20 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.runtime import AdaptraRuntime
 from adaptra_megatron.megatron import megatron_call
-from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
-from adaptra_megatron.megatron.prospects import prospects_of
-from adaptra_megatron.megatron.refusals import (
+from adaptra_megatron.megatron.feature_refusals import (
     RECOVERY,
-    REFUSALS,
-    SEEN_IN_ARGUMENTS,
     STAGGERING,
     SYNC_MODES,
-    UnsupportedFeatureError,
     refuse_arguments,
     refuse_for_recovery,
     refuse_for_staggering,
     refuse_for_sync_mode,
     refuse_to_split,
-    refuse_unsupported,
 )
+from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
+from adaptra_megatron.megatron.prospects import prospects_of
+from adaptra_megatron.megatron.refusals import REFUSALS, SEEN_IN_ARGUMENTS, UnsupportedFeatureError, refuse_unsupported
 
 try:
     from megatron.core.optimizer import layer_wise_optimizer as layer_wise

@@ -24,7 +24,8 @@ from adaptra_megatron.common.gathering import gather
 from adaptra_megatron.gradsync.all_reduce_algorithms import ALGORITHMS
 from adaptra_megatron.gradsync.peer_messages import Peers
 from adaptra_megatron.gradsync.replica_sums import ReplicaSums
-from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, sharded_gradients_error
+from adaptra_megatron.megatron.feature_refusals import sharded_gradients_error
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 

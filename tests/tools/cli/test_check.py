@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from adaptra_megatron.megatron.feature_refusals import refuse_arguments
 from adaptra_megatron.megatron.job_settings import settings_of_command_line, settings_of_objects
 from adaptra_megatron.megatron.prospects import prospects_of
-from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_arguments
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.tools.cli import check_command as check
 from adaptra_megatron.tools.cli.main import main
 
