@@ -326,7 +326,7 @@ def _measures(config: AdaptraConfig) -> bool:
 
 
 _ORDER = "shapes the order of actions, but --adaptra-policy {policy} keeps stock's; use --adaptra-policy adapt"
-_FIXED = "beside --adaptra-plan-csv or --adaptra-costs nothing is measured for plans; drop one of the two"
+_FIXED = "with --adaptra-plan-csv or --adaptra-costs nothing is measured for plans; drop one of the two"
 RULES = (
     FlagRule(("plan_csv", "costs_json", "max_in_flight"), lambda config: config.policy == "adapt", _ORDER),
     FlagRule(("reroute",), lambda config: config.policy == "adapt", _ORDER),
@@ -380,7 +380,7 @@ RULES = (
     FlagRule(
         tuple(option.name for option in OPTIONS if option.name != "policy"),
         lambda config: config.policy != "off",
-        "changes nothing beside --adaptra-policy off; use observe or adapt, or leave it out",
+        "changes nothing with --adaptra-policy off; use observe or adapt, or leave it out",
     ),
     FlagRule(
         ("plan_csv",),

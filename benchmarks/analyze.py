@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `adaptra analyze` says of three production jobs, beside what was published: benchmarks/results/analyze.md.
+"""What `adaptra analyze` says of three production jobs, and what was published: benchmarks/results/analyze.md.
 
     python benchmarks/analyze.py DIRECTORY
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long `adaptra analyze` takes for large recordings, and how much memory: a part of benchmarks/results/analyze.md.
 
-The recordings are made here: 1F1B without delays, and, of those that stand for Kineto's, operators beside it.
+The recordings are made here: 1F1B without delays, and, of those that stand for Kineto's, operators as well.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def sizes() -> list[str]:
     lines = [
         "## Large recordings",
         "",
-        "On a machine of two cores, which other work shared: so beside seconds stand those that one core computed,",
+        "On a machine of two cores, which other work shared: so the table also has the seconds that one core computed,",
         "where one process reads all files. Of several large files, each is read by a process of its own that takes as",
         "much memory as one file does; that of the command itself is here.",
         "",

@@ -6,8 +6,8 @@
 changes    8 stages; one link after another turns slow, on both of its paths, and heals: speed from iteration to
            iteration, against the bounds
 bandwidth  one direction of a link carries a tenth of what it did
-healthy    links in order: adaptra with everything on beside the same order with nothing measured
-observe    policy observe beside the same order with nothing measured
+healthy    links in order: adaptra with everything on, compared with the same order with nothing measured
+observe    policy observe, compared with the same order with nothing measured
 
 Compute is emulated (each F, B and W lasts a given time). All training is bitwise that of stock Megatron; see
 `make closed-loop`. With --output, only the sections that were measured are replaced in FILE.

@@ -78,7 +78,7 @@ class Child:
         self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
 
-    def hear(self) -> str:
+    def receive(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline()
 
@@ -113,7 +113,7 @@ class Job:
         if together:
             self.lanes, replicas = self.lanes * replicas, 1
         self.server = Child("serve")
-        port, together = int(self.server.hear()), self.lanes * self.stages
+        port, together = int(self.server.receive()), self.lanes * self.stages
         self.trained = [Child("rank", port, self.lanes, self.stages, number) for number in (0, together - 1, together)]
         places = [(lane, stage) for stage in range(self.stages) for lane in range(self.lanes)][1:-1]
         self.templates = {place: measured(*place, self.stages) for place in places}
@@ -141,7 +141,7 @@ class Job:
             time.sleep(0.001)
         took_s = time.perf_counter() - last_s
         for child in self.unauthenticated:
-            child.hear()
+            child.receive()
         self.iteration += 1
         return took_s
 
@@ -160,7 +160,7 @@ class Job:
         for place, template in self.templates.items():
             report = encoded(of_iteration(template, self.iteration))
             self.links[place].sendall(framed(self.iteration, report))
-        said = [json.loads(child.hear()) for child in self.trained]
+        said = [json.loads(child.receive()) for child in self.trained]
         self._used_s, self.planner_id = [one["cpu_s"] for one in said], said[0]["planner"] or 0
 
     async def _connected(self) -> dict[tuple[int, int], socket.socket]:

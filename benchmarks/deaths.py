@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput of a job whose cells have died: simulated, beside published figures, and in real processes.
+"""Throughput of a job whose cells have died: simulated, compared with published figures, and in real processes.
 
     python benchmarks/deaths.py [--draws 25] [--action-ms 60] [--output DIR]
 
@@ -152,7 +152,7 @@ def simulated_tables(rows: Sequence[Row]) -> list[str]:
 
 def restart_table(one_dead: float, redo_s: float) -> list[str]:
     lines = [
-        "## Beside restarting from checkpoints",
+        "## Compared with restarting from checkpoints",
         "",
         f"Failures come at Llama 3's rate: {LLAMA_FAILURES} in {LLAMA_DAYS} days on {LLAMA_GPUS:,} GPUs. Assumed: a "
         f"checkpoint stops training for {SAVE_S:g} s, a restart",
@@ -184,13 +184,13 @@ def restart_table(one_dead: float, redo_s: float) -> list[str]:
 def recycle_table(draws: int) -> list[str]:
     counts = sorted(RECYCLE)
     lines = [
-        "## Beside ReCycle's published figures",
+        "## Compared with ReCycle's published figures",
         "",
         f"{RECYCLE_REPLICAS} replicas x {STAGES} stages, as there; shares of the throughput without a fault. ReCycle: "
         f"{RECYCLE_HEALTHY} samples/s without a fault, others read off the",
         "curve of its talk (24 A100s, GPT-3 3.5B, 80 Gbit/s, measured; how many micro-batches is not known). Ours: "
-        "simulated, beside 1F1B without a",
-        "fault, as theirs, and beside our own plan without a fault. Random: medians over random places; even: dead "
+        "simulated, compared with 1F1B without a",
+        "fault, as theirs, and with our own plan without a fault. Random: medians over random places; even: dead "
         "cells evenly over stages, which",
         "ReCycle brings about by moving workers to other stages, and we do not. (Its averages over a trace of 24 to 15 "
         "GPUs: 10.8 samples/s, Oobleck 9.01.)",

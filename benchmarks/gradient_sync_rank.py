@@ -55,14 +55,14 @@ class EmulatedWire:
         self._backend.send(tensors, peer, tag).wait(timedelta(seconds=TIMEOUT_S))
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """As that of the backend, and the link's time beside it."""
+        """As that of the backend, and the link's time."""
         work = self._backend.allreduce(tensors)
         work.wait(timedelta(seconds=TIMEOUT_S))
         time.sleep(stock_s(self._backend.size(), tensors[0].nbytes, self._wire))
         return work
 
     def allgather(self, found: Sequence[Sequence[torch.Tensor]], own: Sequence[torch.Tensor]) -> Any:
-        """As that of the backend, and the messages of a ring beside it."""
+        """As that of the backend, and the messages of a ring."""
         time.sleep(self._wire.rounds_s(self._backend.size() - 1, 1, own[0].nbytes))
         return self._backend.allgather(found, own)
 

@@ -25,7 +25,7 @@ from testing.jobs.variants import Variant, VariantReport, check_equal, run_varia
 
 STAGES, MICRO_BATCHES = 8, 24
 COMPUTE_MS = (40.0, 40.0, 40.0)
-"""F, B, W: long beside the real work of a message of 128 KiB by processes that share two cores."""
+"""F, B, W: long compared with the real work of a message of 128 KiB by processes that share two cores."""
 TIMED_ITERATIONS = 4
 ITERATIONS = 1 + TIMED_ITERATIONS
 """The first pays for connections and fresh memory."""

@@ -5,7 +5,7 @@
 
 Real processes: in one set of them a pipeline trains again and again, in turn with everything measured (actions,
 messages, detector, exchange, telemetry's figures; policy observe) and with nothing (benchmarks/overhead_rank.py).
-Compute is emulated: each F, B and W lasts a given time. Beside that, what each part costs on its own, and the leader's
+Compute is emulated: each F, B and W lasts a given time. Also what each part costs on its own, and the leader's
 work.
 """
 

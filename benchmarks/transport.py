@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput and latency of the host path between two processes of this host, each beside what limits it.
+"""Throughput and latency of the host path between two processes of this host, each next to its limit.
 
     python benchmarks/transport.py [OPTIONS of `adaptra bench transport`]
 

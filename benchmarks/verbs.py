@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput of a link over verbs between two processes, beside ib_write_bw on the same RDMA devices.
+"""Throughput of a link over verbs between two processes, and of ib_write_bw on the same RDMA devices.
 
     python benchmarks/verbs.py DEVICE PEER_DEVICE PEER_ADDRESS [--rounds 5] [--output FILE]
 

@@ -11,7 +11,7 @@ from campaigns.dying_trainings import SHARDED, Layout
 from testing.faults.deaths import POINTS
 
 FIRST_DEATH, LAST_DEATH = 1, 3
-"""Iterations. While links are set up, in the first, no rank is outlived."""
+"""Iterations. While links are set up, in the first, no rank failure is survived."""
 ADMISSION_MS, NEARLY_MS, IDLE_S, READY_S = 60, 8, 2, 10
 LATE = 0.6
 """Share of runs in which more is late than what their story is about."""
@@ -152,8 +152,8 @@ KINDS: Sequence[Callable[[Chance], Story]] = (
     deaths_at_once,
     deaths_at_admissions,
 )
-"""In the order in which stories are told. That their number and that of layouts have no common divisor has each layout
-meet each of them."""
+"""In the order in which stories run. Their number and that of layouts have no common divisor, so each layout meets each
+story."""
 
 
 def story(number: int, layout: Layout, chosen: random.Random) -> Story:

@@ -57,11 +57,11 @@ class Tally:
     wrong: int = 0
     """Runs with problems."""
 
-    def add(self, layout: Layout, told: Story, results: Sequence[RankResult], host: Host, directory: Path) -> None:
+    def add(self, layout: Layout, script: Story, results: Sequence[RankResult], host: Host, directory: Path) -> None:
         """Count a run."""
         self.counts["deaths"] += sum(each.exit_code == KILLED for each in host.endings)
         self.counts["restarts"] += sum(each.start > 0 for each in host.endings)
-        self.counts["with restarts"] += bool(told.back)
+        self.counts["with restarts"] += bool(script.back)
         self.counts["with the distributed optimizer"] += SHARDED in layout.flags
         self.counts["with all ranks at the end"] += not any(result.returncode for result in results)
         self.counts["that lost something"] += any(LOST in result.output for result in results)
@@ -116,28 +116,28 @@ def campaign(
         if not peace.exists():
             results = train(layout, peace, server)
             assert not any(result.returncode for result in results), f"{layout} fails without deaths"
-        told = story(run, layout, chosen)
-        wrong = one_run(layout, told, directory / f"run{run}", peace, server, tally)
-        tally.problems += [f"run {run}, {layout}, {told}: {each}" for each in wrong]
+        script = story(run, layout, chosen)
+        wrong = one_run(layout, script, directory / f"run{run}", peace, server, tally)
+        tally.problems += [f"run {run}, {layout}, {script}: {each}" for each in wrong]
         tally.wrong += bool(wrong)
-        say(f"run {run}, layout {number}: {told}: {wrong or 'as without deaths'}")
+        say(f"run {run}, layout {number}: {script}: {wrong or 'as without deaths'}")
         done += 1
     say(tally.summary(done))
     say(tally.row(seed, done).strip())
     return tally.problems
 
 
-def one_run(layout: Layout, told: Story, place: Path, peace: Path, server: ForkServer, tally: Tally) -> list[str]:
+def one_run(layout: Layout, script: Story, place: Path, peace: Path, server: ForkServer, tally: Tally) -> list[str]:
     """One training; what is wrong with it. Its logs are kept where something is."""
-    host = Host(layout.world_size, restarts=RESTARTS if told.back else 0)
+    host = Host(layout.world_size, restarts=RESTARTS if script.back else 0)
     try:
-        results = train(layout, place, server, told.deaths, late=told.late, back=told.back, host=host)
+        results = train(layout, place, server, script.deaths, late=script.late, back=script.back, host=host)
     except LaunchError as hung:
         wrong, results = [str(hung).splitlines()[0]], hung.results
     else:
-        wrong = problems(layout, peace, place, results, told.struck(layout))
+        wrong = problems(layout, peace, place, results, script.struck(layout))
     wrong += left_behind(place)
-    tally.add(layout, told, results, host, place)
+    tally.add(layout, script, results, host, place)
     if not wrong:
         shutil.rmtree(place)
     return wrong

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small trainings whose ranks die, and what is wrong with what the others come to, beside the training without deaths.
+"""Small trainings whose ranks fail, and how what the others compute differs from the training without failures.
 
 Sums are exact in any order (testing.training.exact_sums), so parameters and losses are compared by
 equality, whatever the size of the model.
@@ -166,7 +166,7 @@ def problems(
     results: Sequence[RankResult],
     struck: Collection[tuple[int, int]] = (),
 ) -> list[str]:
-    """What is wrong with a training whose ranks died, beside that in `peace`; empty where all is as it should be.
+    """How a training whose ranks failed differs from that in `peace`; empty if it does not.
     `struck`: cells that have died at any time, where they come back."""
     dead = {layout.cell(result.rank) for result in results if result.returncode == KILLED}
     back = {result.rank for result in results if BACK in result.output}

@@ -5,7 +5,7 @@
 #   NODE_RANK=0 MASTER_ADDR=host0 examples/two_hosts.sh        # on host0
 #   NODE_RANK=1 MASTER_ADDR=host0 examples/two_hosts.sh        # on the other
 #
-# LAUNCHER: torchrun (default); "adaptra launch", for jobs that outlive ranks; ft_launcher, for restarts within the job.
+# LAUNCHER: torchrun (default); "adaptra launch", for jobs that survive rank failures; ft_launcher, for restarts within the job.
 # MEGATRON_LM: its sources. INTERFACE: the network between the hosts, where it is not the one that leads to MASTER_ADDR.
 set -euo pipefail
 : "${NODE_RANK:?the number of this host: 0 or 1}" "${MASTER_ADDR:?the first host, as both of them reach it}"

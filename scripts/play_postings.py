@@ -108,7 +108,7 @@ def rooms(first: int, cases: int) -> str:
             )
             found += dataclasses.replace(case, device=limited).play().deadlock is not None
         rows.append([f"for {kernels} kernels", f"{found} of {cases}"])
-    return markdown_table(["blocks beside one of computation", "deadlocks"], rows)
+    return markdown_table(["blocks besides one of computation", "deadlocks"], rows)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 """Real RDMA queue pairs without RDMA hardware: Debian's kernel with Soft-RoCE (rdma_rxe) in QEMU.
 
     softroce_vm.py test                       run tests/rdma in it (what `make test-rdma` does)
-    softroce_vm.py bench [FILE]               throughput of verbs beside ib_write_bw's; the table goes into FILE too
+    softroce_vm.py bench [FILE]               throughput of verbs and of ib_write_bw; the table goes into FILE too
     softroce_vm.py run [-t SECONDS] -- CMD    run one command in it; its exit status is the command's
     softroce_vm.py prepare                    only fetch and build what is needed
 

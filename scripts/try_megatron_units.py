@@ -168,9 +168,11 @@ def main() -> int:
             outcomes(checkout, file, adaptra=adaptra, timeout_s=options.timeout_s) for adaptra in (False, True)
         )
         for test in {**stock, **ours}:
-            without, beside = stock.get(test, "not run"), ours.get(test, "not run")
-            print(f"{file} {test}: {without}" + (f"; with adaptra: {beside}" if beside != without else ""), flush=True)
-            worse |= without == PASSED != beside
+            without, with_it = stock.get(test, "not run"), ours.get(test, "not run")
+            print(
+                f"{file} {test}: {without}" + (f"; with adaptra: {with_it}" if with_it != without else ""), flush=True
+            )
+            worse |= without == PASSED != with_it
     return int(worse)
 
 

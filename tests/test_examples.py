@@ -89,14 +89,14 @@ def test_slurm_starts_one_launcher_per_node(given: dict[str, str], starts: list[
     words = called(tmp_path, "slurm.sbatch", **SLURM, **given)
     first = words.index(starts[0])
     step, command = words[:first], words[first:-1]
-    outlives = "OUTLIVE" in given
+    fault_tolerant = "OUTLIVE" in given
     assert step[:3] == ["srun", "--nodes=3", "--ntasks-per-node=1"]
     assert ("--container-image=/images/gpt.sqsh" in step) == ("CONTAINER" in given)
-    assert ("--no-kill" in step and "--kill-on-bad-exit=0" in step) == outlives
+    assert ("--no-kill" in step and "--kill-on-bad-exit=0" in step) == fault_tolerant
     assert command[:3] == starts
     args = launch_parser().parse_args(command[2 if starts[0] == "adaptra" else 1 :])
-    assert args.no_kill == outlives
-    assert config_in(args.training_script_args).is_fault_tolerant == outlives
+    assert args.no_kill == fault_tolerant
+    assert config_in(args.training_script_args).is_fault_tolerant == fault_tolerant
     if starts[0] == "torchrun":
         assert args.rdzv_endpoint == "node7:29400"
     assert words[-1] == "secret=600"

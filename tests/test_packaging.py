@@ -29,7 +29,7 @@ EXTENSIONS = (
     "adaptra_megatron.transport._ring",
 )
 pytestmark = pytest.mark.timeout(900)
-"""Native code takes three minutes to compile beside the other tests on 2 cores, and more on a busy machine."""
+"""Native code takes three minutes to compile during the other tests on 2 cores, and more on a busy machine."""
 NOT_SOURCE = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".*_cache", ".hypothesis")
 
 
@@ -109,8 +109,8 @@ def used_files(interpreter: Path, directory: Path) -> list[Path]:
 def check_the_flag_until_uninstalled(interpreter: Path, directory: Path) -> None:
     """--adaptra on the command line brings the hooks in, no other start does, and all goes with the package."""
     code = "import sys; print(any(name.startswith('adaptra_megatron') for name in sys.modules))"
-    told = [run(interpreter, "-c", code, *flags, directory=directory).strip() for flags in ((), ("--adaptra",))]
-    assert told == ["False", "True"]
+    reported = [run(interpreter, "-c", code, *flags, directory=directory).strip() for flags in ((), ("--adaptra",))]
+    assert reported == ["False", "True"]
     pip = (sys.executable, "-m", "pip", "--python", interpreter, "uninstall", "--quiet", "--yes")
     run(*pip, "adaptra-megatron", directory=directory)
     assert not list((directory / "environment").rglob("adaptra_megatron*"))
@@ -199,7 +199,7 @@ def test_an_installed_wheel_works(distributions: tuple[Path, Path], tmp_path: Pa
 
 
 def test_an_installed_wheel_trains(distributions: tuple[Path, Path], tmp_path: Path) -> None:
-    """Beside torch and megatron-core, away from the source tree: two ranks by links and planner of the wheel."""
+    """With torch and megatron-core, away from the source tree: two ranks by links and planner of the wheel."""
     interpreter = fresh_environment(tmp_path / "environment")
     install(interpreter, distributions[1], directory=tmp_path)
     shutil.copytree(ROOT / "testing", tmp_path / "testing")  # Megatron on CPUs, which is in no wheel

@@ -137,7 +137,7 @@ def test_what_is_pure_imports_neither_torch_nor_a_clock(pure: str) -> None:
 
 
 def test_threads_that_ask_something_of_a_device_spoil_no_capture() -> None:
-    """As `DeviceThread` does: a plain one, in a module that uses torch.cuda, would break a CUDA graph beside it."""
+    """As `DeviceThread` does: a plain one, in a module that uses torch.cuda, would break a CUDA graph's capture."""
     ours = {name: ast.unparse(tree) for name, tree in TREES.items() if room(name) is not None}
     assert sum("DeviceThread(" in text for text in ours.values()) > 8
     plain = {name for name, text in ours.items() if "threading.Thread(" in text and "torch.cuda" in text}

@@ -244,7 +244,7 @@ def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> byt
     if path := environment.get(SECRET_VARIABLE):
         return _secret_of(path)
     mine = secrets.token_hex(SECRET_NBYTES)
-    # Whoever comes first sets it; all others get the same value back.
+    # The first rank sets it; all others get the same value back.
     found = store.compare_set(_SECRET_KEY, "", mine)
     if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SECRET_NBYTES), found) is None:
         raise SecretError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the errors that end a generation for a rank, and distinguish them from a rank's own errors.
 
-Torch's backends raise plain RuntimeErrors, and so may a training script, with any text. So errors are told apart by
-their origin, which an attribute of the exception records: it is set on exceptions that leave torch's collectives, and
-on other exceptions that leave the script's own functions.
+Torch's backends raise plain RuntimeErrors, and so may a training script, with any text. So the origin of an
+exception decides, which an attribute of it records: set on exceptions that leave torch's collectives, and on others
+that leave the script's own functions.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _dualpipe_v_order(stage: int, stages: int, micro_batches: int) -> Order:
         done.run(I, 1)
         done.run_weight()
         done.run(F, 1)
-    # 4: the main part, a forward of each chunk beside a backward of the other.
+    # 4: the main part, a forward of each chunk together with a backward of the other.
     for _ in range(micro_batches - 2 * stages + stage + 1):
         done.run(F, 0)
         done.run(B, 1)

@@ -73,7 +73,7 @@ METRICS: Mapping[str, MetricSpec] = {
     "adaptra_free_bytes": MetricSpec("Left when the stage held most.", _STAGE, of_job=True),
     "adaptra_activation_cap": MetricSpec("Activations a stage may hold.", _STAGE, of_job=True),
     "adaptra_cell_speed_ratio": MetricSpec(
-        "Speed of a cell beside the fastest of its stage, 0..1.", _CELL, of_job=True
+        "Speed of a cell relative to the fastest of its stage, 0..1.", _CELL, of_job=True
     ),
     "adaptra_cell_micro_batches_given": MetricSpec("Computed by other replicas, in an iteration.", _CELL, of_job=True),
     "adaptra_cell_micro_batches_taken": MetricSpec("Computed for other replicas, in an iteration.", _CELL, of_job=True),

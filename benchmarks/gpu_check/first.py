@@ -49,8 +49,8 @@ class FirstGpu(Protocol):
     def calls_when_full(self) -> Mapping[str, Callable[[], Any]]:
         """What threads of ours ask meanwhile, by name."""
 
-    def captured_beside(self, ours: bool) -> str | None:
-        """Why a CUDA graph could not be captured beside a thread that asks; None where it could."""
+    def captured_with_thread(self, ours: bool) -> str | None:
+        """Why a CUDA graph could not be captured while a thread queries the device; None where it could."""
 
     def costs_us(self) -> Mapping[str, float]:
         """What calls take on the host, by name."""
@@ -104,7 +104,7 @@ def capture(gpu: FirstGpu, report: Report) -> None:
         whose = "of ours" if ours else "in the mode it began with"
         promise = f"a capture survives queries by a thread {whose}" + ("" if ours else ", or not")
         report.begin(promise)
-        cause = gpu.captured_beside(ours)
+        cause = gpu.captured_with_thread(ours)
         report.show(promise, cause or "it did", cause is None or not ours)
 
 

@@ -19,7 +19,7 @@ def run(gpu: Gpu, report: Report, queues: str) -> None:
     """`queues`: of CUDA_DEVICE_MAX_CONNECTIONS; "8" is CUDA's default."""
     count = int(queues)
     pooled, links = gpu.pooled_streams(), gpu.link_streams(LINKS)
-    _look(gpu, report, "beside a kernel that stands alone on its stream, computation goes on", [0], pooled, _stands)
+    _look(gpu, report, "computation goes on while a kernel waits alone on its stream", [0], pooled, _stands)
     waits: list[tuple[str, Wait]] = [("a kernel", _kernel_waits)]
     if free := [stream for stream in links if not _holds_computation(gpu, stream, _kernel_waits)]:
         waits.append(("an event", _event_of(free.pop())))

@@ -28,7 +28,7 @@ NAMES = {
     "abort": "ncclCommAbort",
 }
 MAY_WAIT = ("abort",)
-"""A thread of its own makes this call. The others are made beside training, whose receives stand meanwhile."""
+"""A thread of its own makes this call. The others are made during training, while its receives are pending."""
 
 
 def run(stage: Stage, report: Report, call: str) -> None:

@@ -130,7 +130,7 @@ def arrivals(stage: Stage, report: Report) -> None:
         bias_ms = [statistics.median(each) for each in after_ms]
         spread_ms = [each[3 * ROUNDS // 4] - each[ROUNDS // 4] for each in after_ms]
         seen = "; ".join(
-            f"sender {1e3 * pause_s:g} ms late: told {bias:.2f} ms after it was sent (quartiles {spread:.2f} ms apart)"
+            f"sender {1e3 * pause_s:g} ms late: seen {bias:.2f} ms after it was sent (quartiles {spread:.2f} ms apart)"
             for pause_s, bias, spread in zip(PAUSES_S, bias_ms, spread_ms, strict=True)
         )
         early_ms = min(map(min, after_ms))

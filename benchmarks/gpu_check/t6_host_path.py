@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T6: the host path between two processes: computation beside stalled transfers, throughput, and copies into rings."""
+"""T6: the host path between two processes: computation during stalled transfers, throughput, and copies into rings."""
 
 from __future__ import annotations
 
@@ -100,15 +100,15 @@ def stalls(stage: Stage, report: Report) -> None:
     for name, case in cases.items():
         promise = f"a {name} by the host path that stalls for {1e3 * STALL_S:g} ms holds up no computation"
         report.begin(promise)
-        alone, beside = [], []
+        alone, stalled = [], []
         for number in range(ROUNDS + 1):
             link.meet()
             seconds = (computation.timed(), case())
             if number:  # the first pays for memory
                 alone.append(seconds[0])
-                beside.append(seconds[1])
+                stalled.append(seconds[1])
         if stage.stage == 0:
-            took_s, usual_s = statistics.median(beside), statistics.median(alone)
+            took_s, usual_s = statistics.median(stalled), statistics.median(alone)
             seen = f"computation of {1e3 * usual_s:.1f} ms took {1e3 * took_s:.1f} ms"
             report.show(promise, seen, took_s <= usual_s + MOST_LATE_S)
     link.meet()
@@ -154,13 +154,13 @@ def throughput(stage: Stage, report: Report, transport: str) -> None:
     """From one process's device memory to the other's."""
     link = _Link(stage, transport)
     copies = _copies_gb_per_s(stage) if stage.device is not None else {}
-    beside = "".join(f"; {name} alone {rate:.1f} GB/s" for name, rate in copies.items())
+    copied = "".join(f"; {name} alone {rate:.1f} GB/s" for name, rate in copies.items())
     promise = f"the host path over {transport} carries {LEAST_GB_PER_S:g} GB/s"
     report.begin(promise)
     rates = [_burst_gb_per_s(link, stage.largest_nbytes) for _ in range(ROUNDS)][1:]
     if stage.stage == 0:
         rate = statistics.median(rates)
-        report.show(promise, f"{rate:.2f} GB/s{beside}", rate >= LEAST_GB_PER_S)
+        report.show(promise, f"{rate:.2f} GB/s{copied}", rate >= LEAST_GB_PER_S)
     promise = f"a message of {SMALL_NBYTES} bytes over {transport} takes {1e3 * MOST_ONE_WAY_S:g} ms at most"
     report.begin(promise)
     seconds = _one_way_s(link)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T7: what a split backward keeps in memory until its weight gradient runs, beside what plans reckon with."""
+"""T7: what a split backward keeps in memory until its weight gradient runs, compared with what plans assume."""
 
 from __future__ import annotations
 

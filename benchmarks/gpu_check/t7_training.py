@@ -32,10 +32,10 @@ HOST = {
     "host path, shm": "--adaptra --adaptra-host-transport shm --adaptra-path host",
     "host path, tcp": "--adaptra --adaptra-host-transport tcp --adaptra-path host",
 }
-ALONE, BESIDE = "device path alone", "device path beside shm"
+ALONE, WITH_HOST_PATH = "device path alone", "device path with shm"
 DEVICE = {
     ALONE: "--adaptra --adaptra-host-transport off --adaptra-queue-model shared",
-    BESIDE: "--adaptra --adaptra-host-transport shm",
+    WITH_HOST_PATH: "--adaptra --adaptra-host-transport shm",
 }
 EQUAL = "losses, parameters and optimizer state are stock's, bit for bit"
 FRACTION = 0.9
@@ -128,7 +128,7 @@ def judge(name: str, ranks: list[dict[str, Any]]) -> tuple[str, bool]:
     if ranks[0]["transports"] != expected:
         problems.append(f"messages went by {ranks[0]['transports']}")
     by_device = sum(each["by_device"] for each in ranks)
-    if bool(by_device) is not (name == BESIDE):
+    if bool(by_device) is not (name == WITH_HOST_PATH):
         problems.append(f"links with two paths sent {by_device} messages by the device path")
     if losses[-1] >= losses[0]:
         problems.append("nothing was learnt")

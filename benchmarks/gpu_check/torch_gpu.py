@@ -108,7 +108,7 @@ class TorchGpu:
             "cudaHostAlloc": lambda: self._device.page_locked(8 << 20),
         }
 
-    def captured_beside(self, ours: bool) -> str | None:
+    def captured_with_thread(self, ours: bool) -> str | None:
         """Why a CUDA graph could not be captured while another thread queries an event; None where it could. `ours`:
         whether that is a thread as links have them."""
         event, over = self.record(self.compute), threading.Event()

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run cases that have been run before")
     parser.add_argument("--directory", type=Path, default=Path("build/published"), help="keeps what was measured")
     parser.add_argument(
-        "--output", type=Path, default=None, help="also write the tables to this file, and plots beside it"
+        "--output", type=Path, default=None, help="also write the tables to this file, and plots next to it"
     )
     arguments = parser.parse_args()
     cases = () if arguments.simulated else real_cases()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated cases beside the published figures: a table for people, JSON for programs."""
+"""Simulated cases and the published figures: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def _cells(each: SimulatedCase) -> list[str]:
     published = case.published
     cells = [case.name if case.model.measured else f"{case.name} \\*"]
     for system in System:
-        cells.append(_beside(1e3 * each.slow_s[system], published_ms(system, case), "{:.0f}"))
+        cells.append(_compared(1e3 * each.slow_s[system], published_ms(system, case), "{:.0f}"))
     cells.append(f"{1e3 * each.bound_s:.0f}")
     for system, theirs in ((System.ONE_F_ONE_B, published.one_f_one_b_ms), (System.ZB_H2, published.zero_bubble_ms)):
-        cells.append(_beside(each.slow_s[system] / full_s, _quotient(theirs, published.full_ms), "{:.2f}"))
+        cells.append(_compared(each.slow_s[system] / full_s, _quotient(theirs, published.full_ms), "{:.2f}"))
     base_ms = case.healthy.zero_bubble_ms or case.healthy.host_path_ms
-    cells.append(_beside(full_s / healthy_s, _quotient(published.full_ms, base_ms), "{:.2f}"))
+    cells.append(_compared(full_s / healthy_s, _quotient(published.full_ms, base_ms), "{:.2f}"))
     cells.append(f"{each.bound_s / healthy_s:.2f}")
     cells.append(f"{each.slow_s[System.FULL_LARGER] / healthy_s:.2f}")
     return cells
@@ -80,7 +80,7 @@ def _fit(simulated: Sequence[SimulatedCase]) -> list[str]:
     return [f"Slowdowns by the delay, simulated against published, median of the differences: {', '.join(parts)}."]
 
 
-def _beside(ours: float, theirs: float | None, form: str) -> str:
+def _compared(ours: float, theirs: float | None, form: str) -> str:
     return form.format(ours) if theirs is None else f"{form.format(ours)} ({form.format(theirs)})"
 
 

@@ -128,7 +128,7 @@ void Transfers::take_done(std::vector<WorkPointer>& done) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             if (under_way_.empty()) return;
-            done.push_back(under_way_.front());  // whoever lets go of it last is to hold the GIL
+            done.push_back(under_way_.front());  // its last owner must hold the GIL to drop it
         }
         if (!done.back()->ended.reached()) return;
         const std::lock_guard<std::mutex> lock(mutex_);

@@ -61,7 +61,7 @@ public:
         if (waiting_.load() != 0) wake(FUTEX_BITSET_MATCH_ANY);
     }
 
-    // Between the two, only urgent waiters are rung for. Who leaves sees to it that others hear of what is still undone.
+    // Between the two, only urgent waiters are rung for. The waiter that leaves wakes others for what is left.
     void begin_urgent(Waiters& own) { change(own, urgent_, own.urgent, +1); }
     void end_urgent(Waiters& own) { change(own, urgent_, own.urgent, -1); }
 

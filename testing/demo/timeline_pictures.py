@@ -184,7 +184,7 @@ def _draw_numbers(
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Return a lighter colour for later chunks, so that the passes of an interleaved schedule can be told apart."""
+    """Return a lighter colour for later chunks, so that the passes of an interleaved schedule can be distinguished."""
     from matplotlib.colors import to_rgb
 
     lighter = 0.45 * chunk / max(chunks - 1, 1)

@@ -25,7 +25,7 @@ from adaptra_megatron.elastic.launch.roster import Policy
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult, free_port, run_ranks
 from testing.jobs.fork_server import ForkServer
 
-RUN_ID = "outlived"
+RUN_ID = "fault-tolerant"
 _STORE_S, _TICK_S, _CLOSES_S = 60.0, 0.05, 2.0
 
 

@@ -80,12 +80,12 @@ def test_what_is_to_fail_is_timed(
 
 
 def test_checks_that_lack_something_or_have_no_time_are_left_out_with_the_reason() -> None:
-    told: list[tuple[Sequence[Finding], str]] = []
+    answers: list[tuple[Sequence[Finding], str]] = []
     checks = [check("fine", needs=("wings",)), check("fine")]
     lacking = {"wings": "none were carried in"}
-    found = command.run_checks(checks, lacking, time.monotonic() + 1.0, lambda *what: told.append(what))
+    found = command.run_checks(checks, lacking, time.monotonic() + 1.0, lambda *what: answers.append(what))
     assert [(each.verdict, each.seen) for each in found] == [(NOT_RUN, lacking["wings"]), (NOT_RUN, "no time was left")]
-    assert [findings for findings, _log in told] == [[each] for each in found]
+    assert [findings for findings, _log in answers] == [[each] for each in found]
 
 
 def test_the_exit_status_says_whether_all_was_shown() -> None:

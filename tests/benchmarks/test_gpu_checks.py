@@ -106,7 +106,7 @@ def test_events_that_hold_up_computation_are_found(
 ) -> None:
     monkeypatch.setattr(first, "HELD_S", 0.002)
     first.run(gpu, report, "events")
-    assert verdicts(report) == [expected] + [OK] * 5, "what links do without is only told"
+    assert verdicts(report) == [expected] + [OK] * 5, "what links do without is only reported"
     assert [finding.seen for finding in report.read().findings] == [
         f"computation stood still on {count} of 8 streams" for count in held
     ]
@@ -119,7 +119,7 @@ def test_what_a_full_queue_keeps_and_what_spoils_a_capture_is_told(report: Repor
     assert [each.seen for each in report.read().findings][1:] == ["it returned", "it did not return within 0.1 s"]
     first.run(gpu, report, "capture")
     assert verdicts(report)[-2:] == [OK, OK]
-    monkeypatch.setattr(gpu, "captured_beside", lambda ours: "operation not permitted")
+    monkeypatch.setattr(gpu, "captured_with_thread", lambda ours: "operation not permitted")
     first.run(gpu, report, "capture")
     assert verdicts(report)[-2:] == [OK, NOT_OK]
 
@@ -133,7 +133,7 @@ def test_what_a_full_queue_keeps_and_what_spoils_a_capture_is_told(report: Repor
     ],
     ids=["may wait", "may not wait", "never returns"],
 )
-def test_calls_that_wait_are_told_from_those_that_do_not(
+def test_calls_that_wait_are_reported_from_those_that_do_not(
     report: Report, monkeypatch: pytest.MonkeyPatch, how: dict[str, str], expected: list[str]
 ) -> None:
     monkeypatch.setattr(t2_host_calls, "RETURNS_S", 0.2)
@@ -145,7 +145,7 @@ def test_calls_that_wait_are_told_from_those_that_do_not(
 
 @pytest.mark.parametrize("call", list(t2_sessions.NAMES))
 @pytest.mark.parametrize("waits", [False, True])
-def test_calls_of_nccl_that_wait_are_told_from_those_that_do_not(
+def test_calls_of_nccl_that_wait_are_reported_from_those_that_do_not(
     report: Report, monkeypatch: pytest.MonkeyPatch, call: str, waits: bool
 ) -> None:
     monkeypatch.setattr(t2_sessions, "AT_ONCE_S", 0.3)
@@ -234,7 +234,7 @@ def test_communicators_that_are_never_freed_are_found(report: Report, monkeypatc
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_peer_that_dies_is_told_from_one_that_lives(
+def test_a_peer_that_dies_is_reported_from_one_that_lives(
     report: Report, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     monkeypatch.setattr(t5_sessions, "MADE_S", 6.0)

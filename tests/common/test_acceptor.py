@@ -47,18 +47,18 @@ async def until(condition: Callable[[], bool], otherwise: str) -> None:
 
 
 async def refused_link(purpose: Purpose, connection: socket.socket) -> None:
-    raise AssertionError("a stranger was let in")
+    raise AssertionError("a intruder was let in")
 
 
 def test_a_burst_of_silent_strangers_does_not_pass_the_limit(listener: socket.socket) -> None:
     async def run() -> None:
         acceptor = Acceptor(SECRET, TIMEOUT_S, refused_link)
         with contextlib.ExitStack() as stack:
-            strangers = 3 * MOST_UNPROVEN
-            for _ in range(strangers):  # all wait in the backlog before the first is accepted
+            intruders = 3 * MOST_UNPROVEN
+            for _ in range(intruders):  # all wait in the backlog before the first is accepted
                 knock(listener, stack)
             acceptor.listen(listener)
-            expected = strangers - MOST_UNPROVEN
+            expected = intruders - MOST_UNPROVEN
             await until(
                 lambda: acceptor.refused[HandshakeRefusal.HALF_OPEN] >= expected,
                 f"only {acceptor.refused} were sent away",
@@ -85,10 +85,10 @@ def test_strangers_of_one_host_do_not_displace_who_comes_from_another() -> None:
             far_away = stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
             far_away.setblocking(False)
             await until(lambda: len(acceptor._unproven) == 1, "it was not accepted")
-            strangers = 3 * MOST_UNPROVEN
-            for _ in range(strangers):
+            intruders = 3 * MOST_UNPROVEN
+            for _ in range(intruders):
                 stack.enter_context(socket.create_connection(address))
-            expected = strangers + 1 - MOST_UNPROVEN
+            expected = intruders + 1 - MOST_UNPROVEN
             await until(
                 lambda: acceptor.refused[HandshakeRefusal.HALF_OPEN] >= expected,
                 f"only {acceptor.refused} were sent away",
@@ -120,7 +120,7 @@ def test_strangers_do_not_displace_who_is_proven(listener: socket.socket) -> Non
                 knock(listener, stack)
             await until(
                 lambda: acceptor.refused[HandshakeRefusal.HALF_OPEN] == 1,
-                f"no stranger was sent away: {acceptor.refused}",
+                f"no intruder was sent away: {acceptor.refused}",
             )
             await asyncio.wait_for(done.wait(), 5.0)
             assert kept[0].fileno() >= 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strangers, replays and broken handshakes get nowhere; both sides prove that they know the secret."""
+"""Intruders, replays and broken handshakes get nowhere; both sides prove that they know the secret."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def saying(what: bytes, *, after: int = 0) -> Peer:
 
     async def peer(connection: socket.socket) -> tuple[bytes, bytes]:
         loop = asyncio.get_running_loop()
-        heard = await handshake.receive_exactly(connection, after)
+        received = await handshake.receive_exactly(connection, after)
         await loop.sock_sendall(connection, what)
-        return heard, await loop.sock_recv(connection, 1 << 16)
+        return received, await loop.sock_recv(connection, 1 << 16)
 
     return peer
 
@@ -66,7 +66,7 @@ def refusal(result: Any) -> HandshakeRefusal:
 
 def recorded() -> tuple[bytes, bytes]:
     """Answer and confirmation of a handshake that succeeded, as an eavesdropper has them."""
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def relay(connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -76,15 +76,15 @@ def recorded() -> tuple[bytes, bytes]:
             theirs.setblocking(False)
             server = asyncio.ensure_future(handshake.accept(theirs, SECRET, 5.0))
             await loop.sock_sendall(connection, await handshake.receive_exactly(ours, handshake.CHALLENGE_NBYTES))
-            heard.append(await handshake.receive_exactly(connection, handshake.ANSWER_NBYTES))
-            await loop.sock_sendall(ours, heard[0])
-            heard.append(await handshake.receive_exactly(ours, 32))
-            await loop.sock_sendall(connection, heard[1])
+            received.append(await handshake.receive_exactly(connection, handshake.ANSWER_NBYTES))
+            await loop.sock_sendall(ours, received[0])
+            received.append(await handshake.receive_exactly(ours, 32))
+            await loop.sock_sendall(connection, received[1])
             assert await server == PURPOSE
 
     results = meet(relay, connecting())
     assert results == (None, None)
-    return heard[0], heard[1]
+    return received[0], received[1]
 
 
 def test_two_that_know_the_secret_meet() -> None:
@@ -116,7 +116,7 @@ def test_a_replayed_answer_is_refused() -> None:
     answer, _confirmation = recorded()
     server, client = meet(accepting(), saying(answer, after=handshake.CHALLENGE_NBYTES))
     assert refusal(server) is HandshakeRefusal.WRONG_SECRET
-    assert client[1] == b"", "a stranger got an answer"
+    assert client[1] == b"", "a intruder got an answer"
 
 
 def test_a_reflected_proof_is_refused() -> None:
@@ -133,7 +133,7 @@ def test_junk_and_oversized_answers_are_refused(junk: bytes) -> None:
     server, client = meet(accepting(timeout_s=0.3 if cut_off else 10.0), saying(junk))
     expected = (HandshakeRefusal.HALF_OPEN,) if cut_off else (HandshakeRefusal.JUNK, HandshakeRefusal.WRONG_SECRET)
     assert refusal(server) in expected
-    if not isinstance(client, BaseException):  # what it heard is the challenge, and nothing after it
+    if not isinstance(client, BaseException):  # what it received is the challenge, and nothing after it
         assert len(client[1]) <= handshake.CHALLENGE_NBYTES
 
 

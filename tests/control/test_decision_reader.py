@@ -33,7 +33,7 @@ class PlannerEnd:
         asyncio.run(accept(self.connection, SECRET, 10.0))
         self.connection.settimeout(10.0)
 
-    def heard(self) -> int:
+    def received(self) -> int:
         """The iteration of the next report, which is as it was posted."""
         iteration, nbytes = HEAD.unpack(self.connection.recv(HEAD.size, socket.MSG_WAITALL))
         assert self.connection.recv(nbytes, socket.MSG_WAITALL) == encoded(MEASURED)
@@ -66,7 +66,7 @@ def test_reports_are_handed_in_while_decisions_are_waited_for(reader: DecisionRe
     reader.post(0, MEASURED)
     planner = PlannerEnd(listener)
     for iteration in range(3):
-        assert planner.heard() == iteration, "no decision has come"
+        assert planner.received() == iteration, "no decision has come"
         reader.post(iteration + 1, MEASURED)
 
 
@@ -88,11 +88,11 @@ def test_the_latest_reports_are_handed_in_again_where_another_planner_process_li
     reader.post(0, MEASURED)
     reader.post(1, MEASURED)
     first = PlannerEnd(listener)
-    assert [first.heard(), first.heard()] == [0, 1]
+    assert [first.received(), first.received()] == [0, 1]
     first.connection.close()
     reader.post(2, MEASURED)
     second = PlannerEnd(listener)
-    assert [second.heard(), second.heard(), second.heard()] == [0, 1, 2]
+    assert [second.received(), second.received(), second.received()] == [0, 1, 2]
 
 
 def test_decisions_come_by_the_store_where_there_is_no_connection(reader: DecisionReader, control: ControlOver) -> None:
@@ -106,8 +106,8 @@ def test_decisions_come_by_the_store_where_there_is_no_connection(reader: Decisi
 def test_a_connection_that_says_what_cannot_be_is_ended(reader: DecisionReader, listener: socket.socket) -> None:
     reader.post(0, MEASURED)
     planner = PlannerEnd(listener)
-    assert planner.heard() == 0
+    assert planner.received() == 0
     planner.connection.sendall(HEAD.pack(DELAY, (1 << 32) - 1))
     with contextlib.suppress(ConnectionResetError):
         assert planner.connection.recv(1) == b""
-    assert PlannerEnd(listener).heard() == 0
+    assert PlannerEnd(listener).received() == 0

@@ -50,22 +50,22 @@ def test_a_finding_names_ranks_hosts_and_rnics() -> None:
 
 
 def test_the_first_leader_learns_what_others_find_and_the_store_does_not_grow() -> None:
-    plain, heard = HashStore(), list[tuple[int, Event]]()
+    plain, received = HashStore(), list[tuple[int, Event]]()
     store = SealedStore(plain, SECRET, "findings")
-    first = SharedFindings(store, JobLayout(0, WORKERS), lambda replica, event: heard.append((replica, event)))
+    first = SharedFindings(store, JobLayout(0, WORKERS), lambda replica, event: received.append((replica, event)))
     other = SharedFindings(store, JobLayout(4, WORKERS), None)
     switch = PlanSwitched(number=3, before=2)
     first.exchange()
     other.post(LINK)
     other.post(switch)
-    assert heard == []
+    assert received == []
     other.exchange()
     first.exchange()
-    assert [replica for replica, _ in heard] == [1, 1]
-    assert heard[1][1] == switch
-    assert isinstance(heard[0][1], LinkDetection)
+    assert [replica for replica, _ in received] == [1, 1]
+    assert received[1][1] == switch
+    assert isinstance(received[0][1], LinkDetection)
     other.post(switch)
     other.exchange()
     first.exchange()
-    assert len(heard) == 3
+    assert len(received) == 3
     assert plain.num_keys() == 1, "how many there were"

@@ -167,9 +167,9 @@ def test_a_receive_posted_after_the_send_says_nothing_of_the_device_path() -> No
     assert known.link(0, 1).latency_s == pytest.approx(0.75, abs=1e-4), "what was known of the link stays"
 
 
-@pytest.mark.parametrize(("nbytes", "told"), [(BUFFERED_NBYTES, None), (BUFFERED_NBYTES + 1, 0.15)])
+@pytest.mark.parametrize(("nbytes", "reported"), [(BUFFERED_NBYTES, None), (BUFFERED_NBYTES + 1, 0.15)])
 def test_where_a_message_waits_for_its_receive_it_leaves_with_it_unless_buffers_take_all(
-    nbytes: int, told: float | None
+    nbytes: int, reported: float | None
 ) -> None:
     late = measured(costs_of(l0_1=0.25, l1_0=0.25), posted_ahead_s=-0.1)
     for measurement in late:
@@ -177,7 +177,7 @@ def test_where_a_message_waits_for_its_receive_it_leaves_with_it_unless_buffers_
     detector = Detector(DetectorSettings(ignored_iterations=0))
     detector.observe(iteration_sample(late, rendezvous=True))
     estimate = detector.estimates().links.get(LinkId(0, 0, 1, "device"))
-    assert (None if estimate is None else estimate.transfer_s) == (None if told is None else _about(told))
+    assert (None if estimate is None else estimate.transfer_s) == (None if reported is None else _about(reported))
 
 
 def test_an_arrival_by_the_host_path_is_seen_by_any_waiter() -> None:
@@ -263,7 +263,7 @@ def test_whole_backwards_keep_the_split_costs_known_before() -> None:
     assert_close(seen.costs(), faster)
 
 
-def test_whole_backwards_count_beside_split_ones_once_both_were_measured() -> None:
+def test_whole_backwards_count_with_split_ones_once_both_were_measured() -> None:
     seen = Observed().see(*(measured(costs_of(), split=number < 4, iteration=number) for number in range(8)))
     costs = seen.costs()
     assert costs is not None

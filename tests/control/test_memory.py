@@ -155,12 +155,12 @@ def test_an_order_that_fills_the_room_stays_within_the_allowed_memory(
     stage = MadeUpStage(memory, activation, message=message, released=released, scratch=scratch)
     report = settled(SPLIT[stage_number], stage, MemoryMeter(memory, fraction), message)
     assert report.released_at_backward_input is not None
-    told = math.floor(8 * report.released_at_backward_input) / 8
-    fitting = [order for order in ORDERS if count(order, told) <= math.floor(report.room)]
+    reported = math.floor(8 * report.released_at_backward_input) / 8
+    fitting = [order for order in ORDERS if count(order, reported) <= math.floor(report.room)]
     if not fitting:
         return  # stock's order is the least there is
-    fullest = max(fitting, key=lambda order: count(order, told))
-    event(f"filled, {'more' if count(fullest, told) > count(SPLIT[stage_number], told) else 'less'} than stock")
+    fullest = max(fitting, key=lambda order: count(order, reported))
+    event(f"filled, {'more' if count(fullest, reported) > count(SPLIT[stage_number], reported) else 'less'} than stock")
     memory.peak_ever = memory.allocated
     run(fullest, stage, ActivationAccount(0, None, 0.0))
     # Three messages are on their way between actions; the fraction that is not allowed is for them, among others.
@@ -239,11 +239,14 @@ def test_each_input_gradient_is_held_against_the_forward_of_its_own_micro_batch(
 def test_torchs_allocator_tells_growth_by_what_is_allocated_and_the_peak_by_what_is_active(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {"allocated_bytes": {"all": {"current": 1, "peak": 2}}, "active_bytes": {"all": {"current": 3, "peak": 4}}}
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: told)
+    reported = {
+        "allocated_bytes": {"all": {"current": 1, "peak": 2}},
+        "active_bytes": {"all": {"current": 3, "peak": 4}},
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: reported)
     memory = CudaMemory(torch.device("cuda", 0))
     assert (memory.allocated_nbytes(), memory.peak_nbytes()) == (1, 4)
-    told["active_bytes"]["all"]["peak"] = 0
+    reported["active_bytes"]["all"]["peak"] = 0
     assert memory.peak_nbytes() == 2, "backend:cudaMallocAsync"
 
 
@@ -335,31 +338,31 @@ def test_dynamic_loss_scaling_is_given_time_to_settle() -> None:
         assert [report is None for report in reports] == [True] * expected + [False]
 
 
-def told(room: float, released: float | None = None) -> StageMemory:
+def reported(room: float, released: float | None = None) -> StageMemory:
     return StageMemory(room, 1e8, 1e9, released)
 
 
 def test_caps_fall_at_once_and_rise_after_a_while_and_not_for_a_little() -> None:
     caps = MeasuredCaps()
-    caps.observe([(0, None), (1, told(8.9))])
+    caps.observe([(0, None), (1, reported(8.9))])
     assert caps.rooms == {1: 8}
-    caps.observe([(1, told(7.99))])
+    caps.observe([(1, reported(7.99))])
     assert caps.rooms == {1: 7}
     for room in [8.1] * 20 + [9.5] * (RISE_AFTER - 1) + [7.2] + [9.5, 8.6] * (RISE_AFTER // 2 - 1) + [9.5]:
-        caps.observe([(1, told(room))])
+        caps.observe([(1, reported(room))])
         assert caps.rooms == {1: 7}, room
-    caps.observe([(1, told(9.5))])
+    caps.observe([(1, reported(9.5))])
     assert caps.rooms == {1: 8}, "no more than there was all the time"
 
 
 def test_the_replica_with_the_least_room_counts_and_the_least_released_fraction() -> None:
     caps = MeasuredCaps()
     assert caps.released_at_backward_input(2) == (0.0, 0.0)
-    caps.observe([(0, told(8.0, 0.7)), (0, told(5.0, 0.55)), (1, told(9.0)), (1, None)])
+    caps.observe([(0, reported(8.0, 0.7)), (0, reported(5.0, 0.55)), (1, reported(9.0)), (1, None)])
     assert caps.rooms == {0: 5, 1: 9}
-    assert caps.released_at_backward_input(2) == (0.5, 0.0), "stage 1 has not told"
-    caps.observe([(1, told(9.0, -0.7)), (0, told(8.0, 0.8))])
-    assert caps.released_at_backward_input(2) == (0.5, -0.75), "in eighths, rounded down; once told never more"
+    assert caps.released_at_backward_input(2) == (0.5, 0.0), "stage 1 has not reported"
+    caps.observe([(1, reported(9.0, -0.7)), (0, reported(8.0, 0.8))])
+    assert caps.released_at_backward_input(2) == (0.5, -0.75), "in eighths, rounded down; once reported never more"
     assert caps.short_of((5.0, 9.0)) is None
     assert caps.short_of((None, 9.5)) == "stage 1 may hold 9.5 activations of 100.0 MB, but has memory for 9"
     assert caps.figures((4.0, 9.0))[0].cap == 4.0

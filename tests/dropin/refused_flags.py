@@ -17,7 +17,7 @@ def main() -> None:
     from megatron.training.arguments import parse_args
 
     lines, result = Path(sys.argv[1]), Path(sys.argv[2])
-    told = []
+    reported = []
     for line in json.loads(lines.read_text()):
         sys.argv[1:] = line
         with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -26,8 +26,8 @@ def main() -> None:
                 status = 0
             except SystemExit as exit_:
                 status = int(exit_.code or 0)
-        told.append({"status": status, "said": said.getvalue().strip().rpartition("\n")[2]})
-    result.write_text(json.dumps(told))
+        reported.append({"status": status, "said": said.getvalue().strip().rpartition("\n")[2]})
+    result.write_text(json.dumps(reported))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_what_a_hook_replaces_is_what_others_bind_by_name(modules: Path, install
     (modules / "user.py").write_text("from hooked import word\nheard = word()\n")
     install({"hooked": say_more})
     assert "hooked" not in sys.modules, "a hook does not import its module"
-    assert importlib.import_module("user").heard == "stock and more"
+    assert importlib.import_module("user").received == "stock and more"
 
 
 def test_a_module_that_is_there_already_is_hooked_at_once(modules: Path, install: Install) -> None:

@@ -52,7 +52,7 @@ def test_refused_and_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", str(CHECKOUT), prepend=os.pathsep)
     lines = [line(*flags) for flags in (*REFUSED, *ACCEPTED)]
     lines.append(("--adaptra", "--pipeline-model-parallel-size", "1"))
-    asked, answered = tmp_path / "lines.json", tmp_path / "told.json"
+    asked, answered = tmp_path / "lines.json", tmp_path / "reported.json"
     asked.write_text(json.dumps(lines))
     script = Path(__file__).with_name("refused_flags.py")
     run_ranks(
@@ -61,10 +61,10 @@ def test_refused_and_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         timeout_s=100,
         log_directory=tmp_path / "logs",
     )
-    told = dict(zip(lines, json.loads(answered.read_text()), strict=True))
+    reported = dict(zip(lines, json.loads(answered.read_text()), strict=True))
     absent = 0
     for flags, feature in REFUSED.items():
-        answer = told[line(*flags)]
+        answer = reported[line(*flags)]
         assert answer["status"] == 2, flags
         if "unrecognized arguments" in answer["said"]:
             absent += 1
@@ -72,6 +72,6 @@ def test_refused_and_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert f"error: --adaptra does not run with {feature}" in answer["said"], flags
         assert "Drop one of the two" in answer["said"], flags
     for flags in ACCEPTED:
-        assert told[line(*flags)]["status"] == 0, flags
+        assert reported[line(*flags)]["status"] == 0, flags
     assert absent <= MOST_ABSENT
-    assert told[lines[-1]]["status"] == 0, "a single stage"
+    assert reported[lines[-1]]["status"] == 0, "a single stage"

@@ -33,25 +33,25 @@ OBSERVED = ["--adaptra-policy", "observe"]
     ids=["flag", "script", "module", "import", "environment"],
 )
 def test_each_way_patches_once_the_flags_are_read(command: list[str], main: str, environment: dict[str, str]) -> None:
-    told = parsed(*command, ADAPTRA_DISABLE="0", **environment)
-    assert told["patched"] == ALL_PATCHES
-    assert told["policy"] == "observe"
-    assert told["arguments"]["adaptra"] == "True"
-    assert told["main"].endswith(main), "the script is the main program"
-    assert told["argv"][0].endswith(main)
-    assert told["path"] == str(STAND_IN)
+    reported = parsed(*command, ADAPTRA_DISABLE="0", **environment)
+    assert reported["patched"] == ALL_PATCHES
+    assert reported["policy"] == "observe"
+    assert reported["arguments"]["adaptra"] == "True"
+    assert reported["main"].endswith(main), "the script is the main program"
+    assert reported["argv"][0].endswith(main)
+    assert reported["path"] == str(STAND_IN)
 
 
 def test_without_the_flag_nothing_of_ours_is_imported() -> None:
-    told = parsed("parse.py")
-    assert told["modules"] == []
-    assert not [name for name in told["arguments"] if name.startswith("adaptra")]
+    reported = parsed("parse.py")
+    assert reported["modules"] == []
+    assert not [name for name in reported["arguments"] if name.startswith("adaptra")]
 
 
 def test_policy_off_patches_nothing() -> None:
-    told = parsed("parse.py", "--adaptra", "--adaptra-policy", "off")
-    assert told["patched"] == []
-    assert "torch" not in told["modules"]
+    reported = parsed("parse.py", "--adaptra", "--adaptra-policy", "off")
+    assert reported["patched"] == []
+    assert "torch" not in reported["modules"]
 
 
 @pytest.mark.parametrize("command", [["parse.py", "--adaptra"], ["-m", "adaptra_megatron", "parse.py"]])
@@ -60,10 +60,10 @@ def test_the_environment_turns_it_off_and_the_flags_are_still_read(
     command: list[str], rank: dict[str, str], said: int
 ) -> None:
     done = start(*command, "--train-iters", "7", ADAPTRA_DISABLE="1", **rank)
-    told = json.loads(done.stdout)
-    assert told["patched"] == []
-    assert "torch" not in told["modules"]
-    assert told["arguments"]["train_iters"] == "7"
+    reported = json.loads(done.stdout)
+    assert reported["patched"] == []
+    assert "torch" not in reported["modules"]
+    assert reported["arguments"]["train_iters"] == "7"
     assert done.stderr.count("turned off by ADAPTRA_DISABLE") == said, "once per job, though Megatron parses thrice"
 
 
@@ -95,10 +95,10 @@ def test_trainers_that_start_ranks_or_actors_hand_it_on_by_the_environment(train
 
 def test_a_process_that_only_parses_says_so() -> None:
     """As the driver of a trainer on Ray."""
-    told = start("parse.py", "--adaptra").stderr
-    assert "is on" not in told.replace('"is on"', "")
-    assert told.count("this process has read that adaptra is asked for, and ran no iteration") == 1
-    assert "ADAPTRA=1" in told
+    reported = start("parse.py", "--adaptra").stderr
+    assert "is on" not in reported.replace('"is on"', "")
+    assert reported.count("this process has read that adaptra is asked for, and ran no iteration") == 1
+    assert "ADAPTRA=1" in reported
 
 
 def test_help_shows_the_flags_in_one_group() -> None:
@@ -180,8 +180,8 @@ def test_processes_of_the_script_start_as_ever(command: list[str]) -> None:
 
 
 def test_other_programs_with_the_flag_see_none_of_it() -> None:
-    told = start("-c", "import sys; print('torch' in sys.modules, sys.argv)", "--adaptra").stdout
-    assert told == "False ['-c', '--adaptra']\n"
+    reported = start("-c", "import sys; print('torch' in sys.modules, sys.argv)", "--adaptra").stdout
+    assert reported == "False ['-c', '--adaptra']\n"
 
 
 def test_the_module_says_how_it_is_used() -> None:

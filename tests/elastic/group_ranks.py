@@ -97,13 +97,13 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
         dist.all_reduce(norm, group=pipeline)
         flag = torch.tensor([float(call == 2 and stage == 0)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        told = torch.tensor([float(call)] if stage == stages - 1 else [-1.0])
-        dist.broadcast(told, src=dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
+        reported = torch.tensor([float(call)] if stage == stages - 1 else [-1.0])
+        dist.broadcast(reported, src=dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
         parts = [torch.full((1,), -1.0, dtype=torch.float64) for _ in range(replicas)]
         with groups.ignoring_failed_members():
             dist.all_gather(parts, weight, group=data)
         weight = weight + gradient / norm.sqrt()
-        seen.append([float(norm), float(flag), float(told), max(float(part) for part in parts)])
+        seen.append([float(norm), float(flag), float(reported), max(float(part) for part in parts)])
     dist.barrier()
     result = json.dumps({"weight": float(weight), "seen": seen, "epochs": survival.epochs})
     sys.stdout.write(f"RESULT {result}\n")

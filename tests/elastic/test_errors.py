@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors are told apart by where they pass, whatever they say."""
+"""Errors are distinguished by where they pass, whatever they say."""
 
 from __future__ import annotations
 

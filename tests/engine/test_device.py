@@ -51,11 +51,11 @@ def test_queues_are_a_number_as_c_reads_it(monkeypatch: pytest.MonkeyPatch, valu
     assert prospects_of(SimpleNamespace()).device.startswith("one " if queues == 1 else "several ")
 
 
-def test_few_queues_are_told_with_what_to_do() -> None:
-    told = {value: queues_in_words({CONNECTIONS: value}) for value in ("", "2", "16")}
-    assert told["16"] is None
-    assert "8 hardware queues" in str(told[""])
-    assert str(told["2"]).endswith(f"Set {CONNECTIONS}=32")
+def test_few_queues_are_reported_with_what_to_do() -> None:
+    reported = {value: queues_in_words({CONNECTIONS: value}) for value in ("", "2", "16")}
+    assert reported["16"] is None
+    assert "8 hardware queues" in str(reported[""])
+    assert str(reported["2"]).endswith(f"Set {CONNECTIONS}=32")
     assert "links take the host path" in str(queues_in_words({CONNECTIONS: "1"}))
     assert "delay nothing once they have started" in str(queues_in_words({CONNECTIONS: "1"}, "shared"))
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from support.device_model import Device, Outcome, Rank, play
 from support.device_model.calls import (
     Abort,
+    AwaitSignal,
     Call,
     Collective,
     Communicator,
     Compute,
     DeviceWait,
-    Hear,
     HostWait,
     Pause,
     Record,
+    Signal,
     StreamWait,
-    Tell,
     Transfer,
     Transfers,
 )
@@ -106,17 +106,17 @@ class TestQueues:
         assert (outcome.deadlock is not None) is stands
 
     def test_a_full_queue_keeps_the_host(self) -> None:
-        told = {}
+        reported = {}
         for launches in (None, 3):
-            program = [*[Compute("a", 1.0) for _ in range(6)], Tell("launched"), HostWait((5,))]
+            program = [*[Compute("a", 1.0) for _ in range(6)], Signal("launched"), HostWait((5,))]
             device = Device(queues=1, serial=True, launches=launches)
-            outcome = run(device, program, [Hear("launched"), Compute("a", 0.0, "launched")])
-            told[launches] = ends(outcome, 1)["launched"]
-        assert told == {None: 0.0, 3: 2.0}
+            outcome = run(device, program, [AwaitSignal("launched"), Compute("a", 0.0, "launched")])
+            reported[launches] = ends(outcome, 1)["launched"]
+        assert reported == {None: 0.0, 3: 2.0}
 
     def test_a_standstill_by_a_full_queue_is_told(self) -> None:
         program = [receive_back(), Compute("a", 1.0, "a", after=(0,)), Compute("a", 1.0, "b")]
-        outcome = run(Device(queues=1, launches=1), program, [Hear("never")])
+        outcome = run(Device(queues=1, launches=1), program, [AwaitSignal("never")])
         assert outcome.deadlock is not None
         assert "[replica 0 stage 0: training] finds its queue full behind [replica 0 stage 0: a]" in outcome.deadlock
 
@@ -179,11 +179,11 @@ class TestHosts:
             waiting = [Compute("a", 3.0), DeviceWait(locks)]
             assert ends(run(MANY, waiting, other=[Pause(1.0), Compute("b", 1.0, "b")]))["b"] == end_s
 
-    def test_what_is_told_is_heard_when_it_has_happened(self) -> None:
-        teller = [Compute("a", 2.0), Tell("it", (0,), seconds=1.0), Compute("b", 1.0, "b")]
-        outcome = run(MANY, teller, [Hear("it"), Compute("a", 1.0, "heard")])
+    def test_what_is_reported_is_heard_when_it_has_happened(self) -> None:
+        sender = [Compute("a", 2.0), Signal("it", (0,), seconds=1.0), Compute("b", 1.0, "b")]
+        outcome = run(MANY, sender, [AwaitSignal("it"), Compute("a", 1.0, "received")])
         assert ends(outcome, 0)["b"] == 1.0
-        assert ends(outcome, 1)["heard"] == 4.0
+        assert ends(outcome, 1)["received"] == 4.0
 
     def test_a_communicator_that_is_not_connected_keeps_both_hosts(self) -> None:
         late = [Pause(2.0), receive(), Compute("a", 1.0, "a")]
@@ -211,8 +211,8 @@ class TestHosts:
         program = [send(), receive_back(), Compute("a", 1.0, "a", after=(0, 1))]
         one_by_one = [Pause(2.0), Abort(order[0]), DeviceWait(), Abort(order[1]), DeviceWait()]
         by_themselves = {each.name: [Pause(2.0), Abort(each), DeviceWait()] for each in order}
-        assert not ends(run(device, program, [Hear("never")], one=one_by_one))
-        assert ends(run(device, program, [Hear("never")], **by_themselves)) == {"a": 3.0}
+        assert not ends(run(device, program, [AwaitSignal("never")], one=one_by_one))
+        assert ends(run(device, program, [AwaitSignal("never")], **by_themselves)) == {"a": 3.0}
 
 
 class TestLaunchOrder:
@@ -252,9 +252,9 @@ class TestRoom:
             assert ends(outcome) == expected
 
     def test_computation_needs_room_to_begin_and_to_end(self) -> None:
-        beside = [Compute("a", 1.0, "a"), send(), Compute("a", 1.0, "b")]
+        program = [Compute("a", 1.0, "a"), send(), Compute("a", 1.0, "b")]
         for blocks, last_s in ((2, 2.0), (1, 5.0)):
-            outcome = run(Device(queues=10_000, blocks=blocks), beside, [Pause(3.0), receive()])
+            outcome = run(Device(queues=10_000, blocks=blocks), program, [Pause(3.0), receive()])
             assert outcome.deadlock is None
             assert ends(outcome)["b"] == last_s
 
@@ -264,7 +264,7 @@ class TestRoom:
         assert run(Device(queues=10_000, blocks=2), waits_first, answers).deadlock is None
         deadlock = run(Device(queues=10_000, blocks=1), waits_first, answers).deadlock
         assert deadlock is not None
-        assert "has no room beside" in deadlock
+        assert "has no room next to" in deadlock
 
 
 def test_a_deadlock_says_who_waits_for_whom() -> None:

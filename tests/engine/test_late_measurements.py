@@ -28,10 +28,10 @@ def test_gradients_are_finalized_before_the_device_is_waited_for(
         f"--adaptra-trace-dir {run}"
     )
     start_ranks(STAGES, [PROGRAM, str(output), *arguments.split()], timeout_s=80.0)
-    told = json.loads(output.read_text())
+    reported = json.loads(output.read_text())
     each = [["run", "finalize", "resolve", f"post {number}"] for number in range(ITERATIONS)]
-    assert told["happened"] == [what for iteration in each for what in iteration]
-    plans = [number for number, _fingerprint in told["plans"]]
+    assert reported["happened"] == [what for iteration in each for what in iteration]
+    plans = [number for number, _fingerprint in reported["plans"]]
     assert plans[0] < plans[-1], "what was measured is planned for"
     for rank in range(STAGES):
         records = read_trace(trace_path(run, rank)).records

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where processes beside a rank listen for other ranks."""
+"""Where sidecar processes of a rank listen for other ranks."""
 
 from __future__ import annotations
 

@@ -70,13 +70,13 @@ def watch(name: str, first: int, last: int, seconds: float, extensions: Path | N
         )
         assert process.stdout is not None
         with process, process.stdout:
-            heard, hung = _listen(process.stdout.fileno())
+            received, hung = _listen(process.stdout.fileno())
             if hung:
                 process.send_signal(signal.SIGABRT)  # has faulthandler say where
                 _kill_later(process)
         complaints.seek(0)
         said = complaints.read()
-    word, number, tried = (heard or "nothing 0 0").split()
+    word, number, tried = (received or "nothing 0 0").split()
     how = f"nothing for {HANG_S:g} s" if hung else f"exit status {process.returncode}"
     failure = "" if word == "done" and process.returncode == 0 else f"{how}\n{said}"
     return Result(name, int(number), int(tried), time.monotonic() - began_s, failure)

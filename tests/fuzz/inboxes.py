@@ -10,7 +10,7 @@ from support.raw_frames import ACK, BYE, NOTE, VOID, Frame, cut, put
 
 from adaptra_megatron.transport._ring import FrameError, Inbox, Ring
 from fuzz.mutations import spoil_header
-from fuzz.reference_inbox import ITEM_NBYTES, REFUSED, Outcome, ReferenceInbox, heard, same
+from fuzz.reference_inbox import ITEM_NBYTES, REFUSED, Outcome, ReferenceInbox, received, same
 
 SLOT = 4096
 MAX_MESSAGE_NBYTES = 1 << 20
@@ -110,7 +110,7 @@ def check_heard(box: Inbox, ring: Ring, expected: list[Outcome | str]) -> None:
         try:
             event = box.next(ring, time.monotonic())
             assert event is not None, f"nothing came where {outcome} was to come, after {number} others"
-            found = heard(event)
+            found = received(event)
         except FrameError:
             found = REFUSED
         assert same(found, outcome), f"after {number} others came\n{found}\nand not\n{outcome}"

@@ -52,14 +52,14 @@ def check(path: Path, *options: str) -> None:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         status = adaptra(["analyze", str(path), "--json", "--no-progress", *options])
-    told = json.loads(out.getvalue())
+    reported = json.loads(out.getvalue())
     assert status in (0, 1, 2), status
-    assert ("error" in told) == (status == 2)
+    assert ("error" in reported) == (status == 2)
     if status == 2:
-        assert len(told["error"]) < 3000
-        assert "('" not in told["error"], told["error"]
+        assert len(reported["error"]) < 3000
+        assert "('" not in reported["error"], reported["error"]
     else:
-        assert told["understood"] == (status == 0)
+        assert reported["understood"] == (status == 0)
 
 
 def _recording(random: Random, directory: Path) -> Path:

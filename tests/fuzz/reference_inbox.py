@@ -136,7 +136,7 @@ class ReferenceInbox:
         return sum(under_way) - max(under_way) < self._window_nbytes
 
 
-def heard(event: Event) -> Outcome:
+def received(event: Event) -> Outcome:
     """An event of the real one, to be compared."""
     kind = event.kind.name
     if kind != "MESSAGE":

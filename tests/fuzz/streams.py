@@ -22,7 +22,7 @@ from adaptra_megatron.transport._ring import (
 )
 from fuzz.inboxes import MAX_MESSAGE_NBYTES, SLOT, WINDOW_NBYTES, some_message
 from fuzz.mutations import spoil_header, spoil_stream
-from fuzz.reference_inbox import REFUSED, Header, Outcome, ReferenceInbox, heard, same
+from fuzz.reference_inbox import REFUSED, Header, Outcome, ReferenceInbox, received, same
 
 STALL_S = 0.02
 """Far less than a case may take, far more than bytes take that are there."""
@@ -91,7 +91,7 @@ def _everything(box: Inbox, ring: Ring, deadline_s: float) -> list[Outcome | str
         if event is None:
             assert time.monotonic() < deadline_s, "the pump neither fills the ring nor ends"
             continue  # frames that came again
-        found.append(heard(event))
+        found.append(received(event))
 
 
 def _expected(stream: bytes) -> tuple[list[Outcome | str], bool]:

@@ -141,7 +141,7 @@ def test_memory_of_early_messages_is_page_locked_and_unlocked_at_the_end(link: C
     assert not torch.frombuffer(link.inbound, dtype=torch.uint8).is_pinned()
 
 
-def test_copies_run_beside_computation_in_both_directions(
+def test_copies_run_during_computation_in_both_directions(
     link: CopiedLink, device: torch.device, stall: Callable[[float], None]
 ) -> None:
     values = torch.randn(4 * MEBIBYTE)

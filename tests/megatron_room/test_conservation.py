@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches are counted in the gradients that hold them, and parameters are told apart by their digests."""
+"""Micro-batches are counted in the gradients that hold them, and parameters are distinguished by their digests."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ def test_sharded_weights_run_whole() -> None:
 
 
 def test_frozen_weights_run_whole(queue: WeightGradientQueue) -> None:
-    """As under adapters (LoRA), which are split beside: there is no gradient to delay."""
+    """As under adapters (LoRA), which are split themselves: there is no gradient to delay."""
     frozen, adapter = make("Linear"), make("Linear")
     frozen.requires_grad_(False)
     assert "frozen" in str(why_whole(frozen, stand_in_te.Linear, CONFIG))

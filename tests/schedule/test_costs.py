@@ -120,7 +120,7 @@ def test_backward_is_both_gradients_where_it_was_not_measured() -> None:
 
 
 def test_seconds_per_micro_batch() -> None:
-    """A list in place of a chunk's number; the table gets the mean, and numbers beside it are for all micro-batches."""
+    """A list in place of a chunk's number; the table gets the mean, and other numbers are for all micro-batches."""
     document = {
         "stages": 2,
         "micro_batches": 3,

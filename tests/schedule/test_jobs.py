@@ -301,10 +301,10 @@ def test_a_slow_link_of_all_replicas_is_a_cause_too() -> None:
 
 
 def test_progress_counts_distinct_replicas() -> None:
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     job = JobCosts(BASE, replicas=6, overrides=[SLOW_LINK, SLOW_STAGE])
-    simulate_job(one_f_one_b(4, 12), job, blocking=True, progress=lambda *what: told.append(what))
-    assert told == [("simulating replicas", done, 3) for done in (1, 2, 3)]
+    simulate_job(one_f_one_b(4, 12), job, blocking=True, progress=lambda *what: reported.append(what))
+    assert reported == [("simulating replicas", done, 3) for done in (1, 2, 3)]
 
 
 def test_blocking_replicas_take_what_each_takes_alone() -> None:

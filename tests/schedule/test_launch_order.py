@@ -116,11 +116,11 @@ def test_a_receive_is_posted_before_what_runs_when_its_message_is_made() -> None
     late = {(1, 0): LinkCost(0.25)}
     costs = uniform_costs(2, 3, forward_s=1.5, backward_input_s=1.0, backward_weight_s=1.0, links=late)
     batches = receives_before(schedule, 0, launch_ranks(schedule, costs))
-    told = {
+    reported = {
         f"{action.kind}{action.micro_batch}": [message.micro_batch for message in batch]
         for action, batch in zip(schedule.orders[0], batches, strict=True)
     }
-    assert told == {"F0": [], "F1": [], "B0": [0], "F2": [1], "B1": [], "B2": [2]}
+    assert reported == {"F0": [], "F1": [], "B0": [0], "F2": [1], "B1": [], "B2": [2]}
 
 
 @given(schedules_and_costs())
@@ -161,8 +161,8 @@ def test_what_all_stages_launch_is_part_of_one_order(case: tuple[Schedule, Costs
 def test_where_sizes_are_unknown_a_receive_is_posted_when_its_message_should_be_there() -> None:
     """The same order. Stage 1 runs B1 while stage 0 runs F2: its gradient is asked for after that."""
     schedule = one_f_one_b(2, 3)
-    told = {
+    reported = {
         f"{action.kind}{action.micro_batch}": [message.micro_batch for message in posting.before]
         for action, posting in zip(schedule.orders[0], receives_at_ends(schedule, 0), strict=True)
     }
-    assert told == {"F0": [], "F1": [], "B0": [0], "F2": [], "B1": [1], "B2": [2]}
+    assert reported == {"F0": [], "F1": [], "B0": [0], "F2": [], "B1": [1], "B2": [2]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in test_telemetry_of_a_run.py: train, beside stand-ins for the writers that Megatron's training makes.
+"""What ranks do in test_telemetry_of_a_run.py: train, with stand-ins for the writers that Megatron's training makes.
 
 `telemetry_ranks.py OUTPUT ARGUMENTS...`: the last rank, which has the writers, leaves in OUTPUT what they were given.
 """

@@ -43,19 +43,19 @@ def test_a_healthy_run_says_less_than_ten_lines(start_ranks: Callable[..., list[
     assert re.match(rf"adaptra: done after {HEALTHY_ITERATIONS} iterations: \d+ plans?", lines[-1])
 
 
-def test_a_slow_link_is_told_from_its_onset_to_what_the_plan_brought(
+def test_a_slow_link_is_reported_from_its_onset_to_what_the_plan_brought(
     start_ranks: Callable[..., list[RankResult]], tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
     slow = f"1>2:latency_ms={60:g},from=40"
     lines = lines_of(start_ranks, 80, 8, "--emulate-slow-link", slow, "--adaptra-trace-dir", str(directory))
-    told = "\n".join(lines)
-    onset = re.search(r"iteration (\d+): link 1<->2 is slow since iteration 41: a message of", told)
-    assert onset is not None, told
+    reported = "\n".join(lines)
+    onset = re.search(r"iteration (\d+): link 1<->2 is slow since iteration 41: a message of", reported)
+    assert onset is not None, reported
     assert 41 <= int(onset[1]) <= 48
-    after = told[onset.start() :]
-    assert re.search(r"iteration \d+: plan \d+ in force\b.* ms an iteration expected instead of", after), told
+    after = reported[onset.start() :]
+    assert re.search(r"iteration \d+: plan \d+ in force\b.* ms an iteration expected instead of", after), reported
     measured = r"iteration \d+: plan \d+ takes \d+ ms an iteration, \d+ ms predicted, \d+ ms before"
-    assert re.search(measured, after), told
+    assert re.search(measured, after), reported
     assert re.match(r"adaptra: done after 80 iterations: .*link 1<->2 slow since iteration 41", lines[-1])
     assert lines[-1].endswith(f"; adaptra report {directory}")

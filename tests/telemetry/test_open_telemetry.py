@@ -67,7 +67,7 @@ def test_metrics_are_those_that_prometheus_gets() -> None:
     assert exported(figures)[0] == {}
     figures.show(10, RANK, JOB, LeaderFigures(predicted_s=1.4, saved_s=60.0, stage_states=["healthy"]))
     metrics, _ = exported(figures)
-    told = {
+    reported = {
         (name, Attributes(point.attributes)): point.value
         for name, metric in metrics.items()
         for point in metric.data.data_points
@@ -77,9 +77,9 @@ def test_metrics_are_those_that_prometheus_gets() -> None:
         for name, labels, values in figures.samples()
         for each, value in values.items()
     }
-    assert told == expected
+    assert reported == expected
     assert (
-        told[
+        reported[
             "adaptra_link_latency_seconds",
             Attributes({"replica": "1", "from": "3", "to": "4", "from_host": "", "to_host": ""}),
         ]

@@ -79,7 +79,7 @@ def test_a_switch_soon_after_another_is_measured_alone() -> None:
     assert found[-1] == SwitchMeasured(number=2, before_measured_s=3.0, after_measured_s=2.0, iterations=MEASURED_OVER)
 
 
-def test_times_are_told_in_batches_of_iterations_in_a_row() -> None:
+def test_times_are_reported_in_batches_of_iterations_in_a_row() -> None:
     times = IterationTimes()
     assert times.rest() is None
     assert [times.add(number, 0.5) for number in range(5, 5 + MAX_BATCH)] == [None] * MAX_BATCH
@@ -100,8 +100,8 @@ def test_a_rank_that_leads_from_now_on_has_the_times_that_the_dead_one_took_with
             telemetry.lead(leads=True)
         telemetry.trained(figures(0.5))
     telemetry.close()
-    told = [found.event for found in read_events(tmp_path) if isinstance(found.event, IterationsTimed)]
-    assert told == [IterationsTimed(first=0, seconds=[0.5] * 3, step=1)]
+    reported = [found.event for found in read_events(tmp_path) if isinstance(found.event, IterationsTimed)]
+    assert reported == [IterationsTimed(first=0, seconds=[0.5] * 3, step=1)]
 
 
 def test_changes_of_path_are_failovers_only_if_a_session_was_lost() -> None:
@@ -139,8 +139,8 @@ def test_a_rank_tells_its_story(tmp_path: Path) -> None:
         telemetry.trained(figures(2.0 if iteration < 2 else 1.0), {1: HOST if iteration >= 3 else DEVICE})
     telemetry.close()
     telemetry.close()
-    told = [(found.event.name, found.stamp.iteration) for found in read_events(tmp_path)]
-    assert told == [("run_started", -1), ("switch", 2), ("path", 3), ("gain", 4), ("times", 4), ("run_ended", 4)]
+    reported = [(found.event.name, found.stamp.iteration) for found in read_events(tmp_path)]
+    assert reported == [("run_started", -1), ("switch", 2), ("path", 3), ("gain", 4), ("times", 4), ("run_ended", 4)]
     (trace,) = read_traces(tmp_path)
     assert [record.iteration for record in trace.records] == list(range(5))
 

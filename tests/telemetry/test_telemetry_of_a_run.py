@@ -82,7 +82,7 @@ def _names_the_slow_link(text: str) -> bool:
 
 def _transfer_s(latency_s: float, bandwidth: float) -> float:
     """Seconds of a message: what is measured. Arrivals that are spaced by chance tell a bandwidth (bytes per second, -1
-    where none is told), which takes its part of it."""
+    where none is reported), which takes its part of it."""
     return latency_s + max(0.0, MESSAGE_NBYTES / bandwidth)
 
 

@@ -55,12 +55,16 @@ except AttributeError as error:
 def test_answers_are_those_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file := tmp_path / "costs.json").write_text(json.dumps(DOCUMENT))
     assert main(["plan", str(file), "--slow-link", SLOW, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     costs = adaptra.read_costs(file)
     planned = adaptra.plan(costs, slow_link=SLOW)
-    assert (planned.makespan_s, planned.csv, planned.gap) == (told["makespan_s"], told["schedule_csv"], told["gap"])
+    assert (planned.makespan_s, planned.csv, planned.gap) == (
+        reported["makespan_s"],
+        reported["schedule_csv"],
+        reported["gap"],
+    )
     stock = adaptra.simulate("stock", costs, slow_link=[SLOW])
-    compared = {row["name"]: row["makespan_s"] for row in told["comparison"]}
+    compared = {row["name"]: row["makespan_s"] for row in reported["comparison"]}
     assert stock.makespan_s == compared["stock"]
     assert adaptra.simulate(adaptra.plan(costs), costs, slow_link=SLOW).makespan_s == compared["now"]
     assert adaptra.simulate(schedule_from_csv(planned.csv), costs, slow_link=SLOW).makespan_s == planned.makespan_s

@@ -85,9 +85,9 @@ def test_a_value_is_good_for_its_place_alone() -> None:
     ours = SealedStore(store, SECRET, "here")
     ours.set("a", b"content")
     assert ours.get("a") == ours.peek("a") == b"content"
-    strangers = [SealedStore(store, b"t" * 32, "here"), SealedStore(store, SECRET, "there")]
+    intruders = [SealedStore(store, b"t" * 32, "here"), SealedStore(store, SECRET, "there")]
     store.set("b", store.get("a"))
-    for reader, key in ((ours, "b"), *((peer, "a") for peer in strangers)):
+    for reader, key in ((ours, "b"), *((peer, "a") for peer in intruders)):
         with pytest.raises(TamperedError, match="ADAPTRA_SECRET_FILE"):
             reader.get(key)
     store.set("a", store.get("a") + b"!")

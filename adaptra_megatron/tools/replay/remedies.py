@@ -158,7 +158,7 @@ class _Step:
 def _host_path(step: _Step) -> Remedy:
     return Remedy(
         key="host-path",
-        title="Host path: the same order, messages beside computation",
+        title="Host path: the same order, messages during computation",
         seconds=step.with_pipelines(step.as_ran_s),
         note="sends and receives never hold a stage up; transfers take as long as they did",
     )

@@ -244,7 +244,7 @@ def out_of_memory(link: str, cause: Exception) -> TransportError:
     """Return the error for a received message for which the device had no memory."""
     return TransportError(
         f"link {link}: the device has no memory left for a received message: {' '.join(str(cause).split())}. Received "
-        "messages have a share of the memory of their own, beside what training has cached. Lower "
+        "messages have a share of the memory of their own, besides what training has cached. Lower "
         "--adaptra-max-in-flight, or --adaptra-memory-fraction where the cap is measured; "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets cached memory serve both"
     )

@@ -82,13 +82,13 @@ def test_a_clock_with_offset_and_drift_is_followed() -> None:
 
 def test_who_does_not_know_the_secret_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with serving(time.monotonic) as address, caplog.at_level(logging.WARNING):
-        stranger = ClockFollower(address, bytes(SECRET_NBYTES), UNKNOWN, name="rank 7", interval_s=0.01)
+        intruder = ClockFollower(address, bytes(SECRET_NBYTES), UNKNOWN, name="rank 7", interval_s=0.01)
         friend = ClockFollower(address, SECRET, UNKNOWN, interval_s=0.01)
         wait_for(lambda: friend.rounds > 3 and bool(caplog.records))
-        stranger.close()
+        intruder.close()
         friend.close()
-    assert stranger.rounds == 0
-    assert stranger.line == UNKNOWN
+    assert intruder.rounds == 0
+    assert intruder.line == UNKNOWN
     (said,) = caplog.messages
     assert said.startswith(f"adaptra: rank 7: the clock of its pipeline's first stage does not answer at {address[0]}")
 
@@ -118,14 +118,14 @@ def test_any_number_of_silent_strangers_takes_few_descriptors() -> None:
     with serving(time.monotonic) as address:
         before = len(os.listdir("/proc/self/fd"))
         command = [sys.executable, "-c", KNOCK, str(address[1])]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
-            assert strangers.stdout is not None
-            assert strangers.stdout.readline() == b"all\n"
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as intruders:
+            assert intruders.stdout is not None
+            assert intruders.stdout.readline() == b"all\n"
             follower = ClockFollower(address, SECRET, UNKNOWN, interval_s=0.01)
             wait_for(lambda: follower.rounds > 3)
             held = len(os.listdir("/proc/self/fd")) - before
             follower.close()
-            strangers.communicate(timeout=10.0)
+            intruders.communicate(timeout=10.0)
         assert held < MOST_UNPROVEN + 16
 
 

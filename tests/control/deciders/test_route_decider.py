@@ -102,11 +102,11 @@ def test_a_pinned_stage_keeps_its_micro_batches_however_slow_a_cell_of_it_is(fac
 def test_where_nothing_can_be_routed_ranks_get_to_know_how_slow_replicas_are() -> None:
     pinned = RoutePolicy(pipelines=((0,), (1,)), pinned=tuple(range(STAGES)))
     decider = RouteDecider(pinned, STAGES, Said())
-    told = [decider.decide(context({Cell(1, 0): factor})) for factor in (1.1, 2.0, 2.1, 3.0, 1.0, 1.0)]
-    assert [None if each is None else (each.number, each.slowness) for each in told] == [
+    reported = [decider.decide(context({Cell(1, 0): factor})) for factor in (1.1, 2.0, 2.1, 3.0, 1.0, 1.0)]
+    assert [None if each is None else (each.number, each.slowness) for each in reported] == [
         *(None, (0, (1.0, 2.0)), None, (0, (1.0, 3.0)), (0, (1.0, 1.0)), None),
     ]
-    later = RouteDecider(pinned, STAGES, Said(), told[3])
+    later = RouteDecider(pinned, STAGES, Said(), reported[3])
     assert later.decide(context({Cell(1, 0): 3.0})) is None, "it goes on where another has ended"
 
 

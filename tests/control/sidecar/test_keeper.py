@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that decides beside a leading rank: what it says, and what becomes of it when it dies or hangs."""
+"""The sidecar process that decides for a leading rank: what it says, and what becomes of it when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -225,14 +225,14 @@ def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
 def test_a_decision_gets_to_all_that_follow_and_a_stranger_gets_nothing(replica: Callable[..., Replica]) -> None:
     four = replica()
     four.decide(0.0)
-    stranger = ReportLink(b"t" * 32, purpose_of(PLACE, 1, 0), 3, four.woken.set)
+    intruder = ReportLink(b"t" * 32, purpose_of(PLACE, 1, 0), 3, four.woken.set)
     misdirected = ReportLink(SECRET, purpose_of("elsewhere", 1, 0), 3, four.woken.set)
-    for link in (stranger, misdirected):
+    for link in (intruder, misdirected):
         four.woken.clear()
         link.keep(four.planner.address)
         assert four.woken.wait(30.0)
         link.keep(four.planner.address)
-    assert stranger.connection is None
+    assert intruder.connection is None
     assert misdirected.connection is not None
     assert misdirected.receive() == []
     assert misdirected.connection is None, "it was let in"

@@ -54,14 +54,14 @@ class Ranks:
     """All of the job, in this process."""
 
     def __init__(self, store: dist.Store, policy: str) -> None:
-        self.told = [TelemetrySection() for _ in WORKERS]
+        self.reported = [TelemetrySection() for _ in WORKERS]
         self.sampled: list[int] = []
         """Ranks whose hosts are read."""
         self.watches = [
             StragglerWatch(
                 JobLayout(rank, WORKERS, "token"),
                 ControlStore(store, SECRET, "token"),
-                self.told[rank],
+                self.reported[rank],
                 policy,
                 lambda: listen_tcp("127.0.0.1")[0],
                 sampler=lambda rank=rank: self.sampler(rank),  # type: ignore[misc]
@@ -113,19 +113,19 @@ def test_the_lowest_rank_finds_and_those_that_show_or_act_are_told(
     try:
         assert [each.measures for each in ranks.watches] == [True, False] * 3
         ranks.train(40, late_s=0.003)
-        until(lambda: [event for event in ranks.told[0].events if isinstance(event, StragglerDetection)])
+        until(lambda: [event for event in ranks.reported[0].events if isinstance(event, StragglerDetection)])
         # Lags and late cells are two entries of the store: a look between both finds the first alone.
-        until(lambda: ranks.told[5].figures and ranks.told[5].figures[-1].late)
+        until(lambda: ranks.reported[5].figures and ranks.reported[5].figures[-1].late)
         until(lambda: caplog.text.count("host policy: rank") == 2)
     finally:
         ranks.close()
-    (event,) = [event for event in ranks.told[0].events if isinstance(event, StragglerDetection)]
+    (event,) = [event for event in ranks.reported[0].events if isinstance(event, StragglerDetection)]
     assert (event.replica, event.first_rank, event.host) == (1, 2, "node1")
     assert list(event.causes) == ["cpu", "compute"]
-    assert any(isinstance(event, ArrivalsSeen) for event in ranks.told[0].events)
-    assert not [told for told in ranks.told[1:] if told.events]
-    assert ranks.told[5].figures[-1].lags_s[0][1] == pytest.approx(0.003)
-    assert list(ranks.told[5].figures[-1].late) == [1]
+    assert any(isinstance(event, ArrivalsSeen) for event in ranks.reported[0].events)
+    assert not [reported for reported in ranks.reported[1:] if reported.events]
+    assert ranks.reported[5].figures[-1].lags_s[0][1] == pytest.approx(0.003)
+    assert list(ranks.reported[5].figures[-1].late) == [1]
     said = [record.getMessage() for record in caplog.records if "host policy: rank" in record.getMessage()]
     assert sorted(line.split("rank ")[1][0] for line in said) == ["2", "3"], "both lanes of the late cell"
 
@@ -173,7 +173,7 @@ def test_the_end_of_the_judges_process_is_logged_and_ends_the_looking_alone(
     finally:
         ranks.close()
     assert "the process that judges stragglers ended by signal SIGKILL" in caplog.text
-    assert not ranks.told[0].events
+    assert not ranks.reported[0].events
     assert "cannot send its measurements" not in caplog.text
 
 
@@ -182,13 +182,13 @@ def test_hosts_are_read_only_while_a_cell_of_their_stage_is_late(store: dist.Sto
     ranks = Ranks(store, "off")
     try:
         ranks.train(40, late_s=0.0)
-        until(lambda: ranks.told[5].figures)
+        until(lambda: ranks.reported[5].figures)
         assert not ranks.sampled
         ranks.train(40, late_s=0.003, first=40)
         until(lambda: len(ranks.sampled) == 3)
-        until(lambda: ranks.told[0].events)
+        until(lambda: ranks.reported[0].events)
         ranks.train(40, late_s=0.0, first=80)
-        until(lambda: any(getattr(event, "after", "") == "healthy" for event in ranks.told[0].events))
+        until(lambda: any(getattr(event, "after", "") == "healthy" for event in ranks.reported[0].events))
         until(lambda: all(each._sampler is None for each in ranks.watches))
     finally:
         ranks.close()

@@ -13,7 +13,7 @@ def main() -> None:
     arguments = initialize_megatron()
     patches = sys.modules.get("adaptra_megatron.patches")
     applied = None if patches is None else patches.in_force()
-    told = {
+    reported = {
         "argv": sys.argv,
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
         "policy": None if applied is None else applied.config.policy,
@@ -22,7 +22,7 @@ def main() -> None:
         "main": sys.modules["__main__"].__file__,
         "path": sys.path[0],
     }
-    sys.stdout.write(json.dumps(told))
+    sys.stdout.write(json.dumps(reported))
 
 
 if __name__ == "__main__":

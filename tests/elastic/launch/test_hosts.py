@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra launch` on several hosts: launchers beside each other, and in network namespaces of their own."""
+"""`adaptra launch` on several hosts: launchers next to each other, and in network namespaces of their own."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ def test_a_program_that_is_not_there_is_named(launches: Launches) -> None:
 def test_a_signal_reaches_the_ranks_and_those_that_ignore_it_are_killed(launches: Launches, deaf: bool) -> None:
     script = launches.script(
         f"""
-        heard = lambda number, _: (mark("heard", str(number)), {deaf} or sys.exit(0))
-        signal.signal(signal.SIGINT, heard)
+        received = lambda number, _: (mark("received", str(number)), {deaf} or sys.exit(0))
+        signal.signal(signal.SIGINT, received)
         mark("ready")
         while True:
             time.sleep(0.05)
@@ -170,7 +170,7 @@ def test_a_signal_reaches_the_ranks_and_those_that_ignore_it_are_killed(launches
     began_s = time.monotonic()
     launched.signal(signal.SIGINT)
     assert launched.wait() == 128 + signal.SIGINT
-    assert {launches.until(f"heard-{rank}", launched) for rank in range(2)} == {str(int(signal.SIGINT))}
+    assert {launches.until(f"received-{rank}", launched) for rank in range(2)} == {str(int(signal.SIGINT))}
     assert ("they are killed" in launched.output) == deaf
     assert not deaf or time.monotonic() - began_s >= 1.0
 

@@ -92,12 +92,12 @@ def test_strangers_change_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
         strange = PrefixStore(f"adaptra/launch/{RUN_ID}", take(endpoint, 0).store)
     strange.add("seats/taken", 7)
     assert take(endpoint, None)[1:] == (1, 0)
-    strange.set("seats/1/0", b"host of a stranger")
+    strange.set("seats/1/0", b"host of a intruder")
     with pytest.raises(TamperedError, match="seats/1/0"):
         take(endpoint, 1)
 
 
-def outliving(job: Job) -> None:
+def fault_tolerant(job: Job) -> None:
     """Ranks have published that the job admits restarted ranks."""
     MembershipRecords(job.store).publish_layout(b"layout")
 
@@ -107,7 +107,7 @@ def test_a_host_takes_the_place_of_one_that_counts_as_dead(
     job: Job, node_rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("adaptra_megatron.elastic.launch.endpoint._is_here", lambda _host: False)
-    outliving(job)
+    fault_tolerant(job)
     state = job.silence(1)
     assert (state.lost, state.vacant, state.turns) == ((1,), (1,), {})
     assert take(job.endpoint, node_rank)[1:] == (1, 1)
@@ -120,7 +120,7 @@ def test_a_host_takes_the_place_of_one_that_counts_as_dead(
 
 
 def test_a_host_that_comes_before_the_other_counts_as_dead_waits_for_that(job: Job) -> None:
-    outliving(job)
+    fault_tolerant(job)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(take(job.endpoint, 1, heartbeat_timeout_s=20.0)))
     thread.start()
@@ -138,13 +138,13 @@ def test_a_host_that_comes_before_the_other_counts_as_dead_waits_for_that(job: J
         (False, False, 1, r"host b \(node rank 1 .* is gone, and no other can take its place: .*--adaptra-reroute"),
         (False, True, 3, r"--nproc-per-node is 3 here, but host b, .* had 1 ranks"),
     ],
-    ids=["lives", "not-outlived", "other-number-of-ranks"],
+    ids=["lives", "not-admitted", "other-number-of-ranks"],
 )
 def test_a_host_that_cannot_take_a_place_is_refused(
     job: Job, lives: bool, lets_in: bool, nproc: int, said: str
 ) -> None:
     if lets_in:
-        outliving(job)
+        fault_tolerant(job)
     if not lives:
         job.silence(1)
     with pytest.raises(EndpointError, match=said):

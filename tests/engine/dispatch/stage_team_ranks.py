@@ -26,7 +26,7 @@ LATE_S = 3.0
 
 
 def follow(team: StageTeam) -> None:
-    """Followers hear every number in order, however late they ask; the leader waits for none of them."""
+    """Followers get every number in order, however late they ask; the leader waits for none of them."""
     for iteration in range(3):
         if team.leads:
             began_s = time.monotonic()

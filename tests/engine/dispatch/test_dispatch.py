@@ -189,8 +189,8 @@ def test_the_log_says_when_a_stage_leaves_its_plan_and_why(caplog: pytest.LogCap
             ArrivalRecord(moment, 2, STAGE, "B", 0, number, number * (1.0 + moment)) for number in range(MICRO_BATCHES)
         ]
         made.ran(program().steps, records(1.0), arrivals)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
+    reported = [record.getMessage() for record in caplog.records]
+    assert reported == [
         "adaptra: stage 1: switching to online dispatch: messages of stage 2 arrive at irregular times",
         "adaptra: stage 1 runs its plan again",
     ]
@@ -305,7 +305,7 @@ def test_a_gpu_is_given_one_action_more_than_it_runs_and_time_to_leave_no_plan(
         steps.append(step)
         ahead.append(gpu.given - gpu.done)
     assert names(steps) == PLAN
-    assert max(ahead) == 1, "beside the action that is handed over"
+    assert max(ahead) == 1, "besides the action that is handed over"
 
 
 def test_what_came_before_its_turn_is_counted() -> None:

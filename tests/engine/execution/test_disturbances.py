@@ -35,13 +35,13 @@ def test_evaluations_and_long_pauses_are_told() -> None:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_what_comes_all_the_time_is_no_disturbance(every: int) -> None:
-    """Otherwise nothing could ever be told."""
+    """Otherwise nothing could ever be reported."""
     watch, now_s = DisturbanceWatch(), 0.0
-    told = []
+    reported = []
     for iteration in range(40):
         found, now_s = run(watch, now_s, 0.5, evaluated=iteration % every == 0)
-        told.append(found is None)
-    assert sum(told[8:]) >= 16
+        reported.append(found is None)
+    assert sum(reported[8:]) >= 16
 
 
 def test_pauses_that_are_usual_or_short_are_none() -> None:

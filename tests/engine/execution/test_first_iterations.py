@@ -112,5 +112,5 @@ def test_training_on_cold_devices_is_bitwise_stocks(
             assert later is None or set(ran[1:]) == {later}
         assert all(rank["split_weight_gradients"] > 0 for rank in each.adaptra)
     for rank in range(2):
-        told = [int(line) for line in (waits / f"rank_{rank}").read_text().split()]
-        assert told == [0, 3] * 2, "in the first training iteration and the first evaluation of each variant"
+        reported = [int(line) for line in (waits / f"rank_{rank}").read_text().split()]
+        assert reported == [0, 3] * 2, "in the first training iteration and the first evaluation of each variant"

@@ -159,7 +159,7 @@ class TestRoom:
 
 
 class TestSizesThatVary:
-    def test_a_receive_before_the_send_beside_it_is_what_keeps_two_stages_apart(self) -> None:
+    def test_a_receive_before_the_send_next_to_it_is_what_keeps_two_stages_apart(self) -> None:
         """Without it, both wait at once: each for its send, before it posts the receive that the other waits for."""
         schedule = split_backward(one_f_one_b(3, 4), 0)
         job = Job(iterations=(Iteration(schedule=schedule, costs=costs_of(schedule)),), sizes_vary=True)
@@ -186,7 +186,7 @@ class TestSizesThatVary:
 
 
 class TestSecondThreads:
-    """What threads beside the training's may do, for links that have device sessions."""
+    """What threads other than the training's may do, for links that have device sessions."""
 
     CASES = tuple(random_case(seed) for seed in range(12))
 

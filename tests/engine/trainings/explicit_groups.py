@@ -58,13 +58,13 @@ def talk(communicator: Any, group: Any) -> None:
     import torch
 
     first, last = group.rank() == 0, group.rank() == group.size() - 1
-    told, answer = torch.full((3, 5), 1.0 + group.rank()), torch.full((3, 5), -1.0 - group.rank())
+    reported, answer = torch.full((3, 5), 1.0 + group.rank()), torch.full((3, 5), -1.0 - group.rank())
     if group.rank() % 2 == 0:
-        communicator.send_forward(told, last)
-        answered = communicator.recv_backward(told.shape, last)
+        communicator.send_forward(reported, last)
+        answered = communicator.recv_backward(reported.shape, last)
     else:
-        heard = communicator.recv_forward(told.shape, first)
-        assert torch.equal(heard, told - 1.0), f"stage {group.rank()} heard {heard}"
+        received = communicator.recv_forward(reported.shape, first)
+        assert torch.equal(received, reported - 1.0), f"stage {group.rank()} received {received}"
         communicator.send_backward(answer, first)
         return
     assert last or torch.equal(answered, answer - 1.0), f"stage {group.rank()} was answered {answered}"

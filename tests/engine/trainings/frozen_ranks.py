@@ -19,7 +19,7 @@ RANK = 4
 
 
 def with_adapters(chunk: Any) -> Any:
-    """`chunk`, frozen, with adapters of Megatron's own layers beside the linear layers of its transformer layers."""
+    """`chunk`, frozen, with adapters of Megatron's own layers next to the linear layers of its transformer layers."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     class Adapted(torch.nn.Module):

@@ -102,8 +102,8 @@ def main(story: dict[str, Any], arguments: list[str]) -> None:
     ]
     with Replaced(stand_ins):
         result = train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
-    told = {"held": rank.held(), "plans": result.plans, "adaptra": result.adaptra}
-    (Path(story["directory"]) / f"rank_{dist.get_rank()}.json").write_text(json.dumps(told))
+    reported = {"held": rank.held(), "plans": result.plans, "adaptra": result.adaptra}
+    (Path(story["directory"]) / f"rank_{dist.get_rank()}.json").write_text(json.dumps(reported))
     leave_job()
 
 

@@ -22,8 +22,8 @@ from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, check_equal, run_variants
 
 BUSY_MACHINE = ("--emulate-prompt-planner", "--emulate-exact-times")
-"""Decisions come in time, and actions last what is emulated, whatever else the machine does; they are long beside how
-late its messages may be. `make closed-loop` measures all of it."""
+"""Decisions come in time, and actions last what is emulated, whatever else the machine does; they are long
+compared with how late its messages may be. `make closed-loop` measures all of it."""
 STORY = Campaign(seed=19, stages=4, micro_batches=10, iterations=46, action_ms=20.0, cap=6.0, more=BUSY_MACHINE)
 REPLICAS = replace(STORY, seed=8, data_parallel=2, micro_batches=8, iterations=20)
 TENSOR_PARALLEL = replace(STORY, seed=6, tensor_parallel=2, micro_batches=8, iterations=20)
@@ -95,10 +95,10 @@ def test_pipelines_with_slow_links_of_their_own_agree(
     campaign: Campaign, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """Lanes of a replica on one plan; each replica on its own, which is close to what its own links allow. Eight
-    processes share the cores: what is found beside the story, or planned for, may well be true, and is not judged."""
+    processes share the cores: what is found besides the story, or planned for, may well be true, and is not judged."""
     report = run_campaign(campaign, tmp_path, fork_server, timeout_s=500)
-    beside = re.compile("false alarm|iteration .* names no finding")
-    problems = [problem for problem in report.problems if not beside.match(problem)]
+    besides = re.compile("false alarm|iteration .* names no finding")
+    problems = [problem for problem in report.problems if not besides.match(problem)]
     _hold(report, problems)
     made = [entry for entry in report.events if isinstance(entry.event, PlanMade)]
     assert {entry.stamp.rank for entry in made} == {ranks[0] for ranks in campaign.replicas}, "each has a leader"

@@ -21,7 +21,7 @@ DELAYED = 20
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Path:
-    """The folder that the kit is installed in, beside the torch and Megatron that are there."""
+    """The folder that the kit is installed in, next to the torch and Megatron that are there."""
     folder = tmp_path / "kit"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), KIT)
     done = subprocess.run(pip, capture_output=True, text=True, timeout=120)

@@ -20,7 +20,7 @@ STAGES, MICRO_BATCHES, COMPUTE_MS, LATENCY_MS, ONSET, HEALED, ITERATIONS = 4, 12
 
 
 def train(directory: Path, server: ForkServer, fault: str) -> tuple[VariantReport, list[StampedEvent]]:
-    """A training of four stages with `fault`, compared with stock's; what it told."""
+    """A training of four stages with `fault`, compared with stock's; what it reported."""
     arguments = (
         f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} "
         f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {ITERATIONS}"

@@ -106,7 +106,7 @@ class Pause(NamedTuple):
     seconds: float
 
 
-class Tell(NamedTuple):
+class Signal(NamedTuple):
     """What other hosts wait for happens `seconds` after the events: a store's key, a message by the host path. The
     calling host waits for nothing."""
 
@@ -115,8 +115,8 @@ class Tell(NamedTuple):
     seconds: float = 0.0
 
 
-class Hear(NamedTuple):
-    """The host waits until that has been told."""
+class AwaitSignal(NamedTuple):
+    """The host waits until that has been reported."""
 
     name: Hashable
 
@@ -128,5 +128,5 @@ class Abort(NamedTuple):
 
 
 Launch = Compute | Transfers | Collective | StreamWait | Record
-Call = Launch | HostWait | DeviceWait | Pause | Tell | Hear | Abort
+Call = Launch | HostWait | DeviceWait | Pause | Signal | AwaitSignal | Abort
 Program = list[Call]

@@ -36,7 +36,7 @@ class Case:
     device: Device
     waits: str
     makes_communicators: bool = False
-    """True if other threads make and abort some beside the training."""
+    """True if other threads make and abort some during the training."""
 
     def play(self, rule: Callable[..., Inbox] = Inbox) -> Outcome:
         """With receives posted by `rule`."""

@@ -46,17 +46,17 @@ from typing import Any
 
 from support.device_model.calls import (
     Abort,
+    AwaitSignal,
     Collective,
     Compute,
     DeviceWait,
-    Hear,
     HostWait,
     Pause,
     Program,
     Rank,
     Record,
+    Signal,
     StreamWait,
-    Tell,
     Transfers,
 )
 from support.device_model.queues import Clock, Queues
@@ -65,7 +65,7 @@ from support.device_model.state import Device, DeviceState, Outcome, Thread, Wor
 Threads = Mapping[str, Program]
 """The programs of one rank's host threads, by their names."""
 
-_NEED_NO_LOCK = (HostWait, Pause, Tell, Hear, Abort)
+_NEED_NO_LOCK = (HostWait, Pause, Signal, AwaitSignal, Abort)
 
 
 class Job:
@@ -86,8 +86,8 @@ class Job:
         self.connecting: dict[Hashable, set[Rank]] = defaultdict(set)
         """Who has come to connect, by communicator and direction."""
         self._at_connection: dict[Hashable, list[Thread]] = defaultdict(list)
-        self.told: set[Hashable] = set()
-        self.tellings: dict[Work, list[Tell]] = defaultdict(list)
+        self.signalled: set[Hashable] = set()
+        self.signals: dict[Work, list[Signal]] = defaultdict(list)
         """Moments that a work sets when it has ended."""
         self._listeners: dict[Hashable, list[Thread]] = defaultdict(list)
         self._times_s: dict[tuple[Rank, Hashable], tuple[float, float]] = {}
@@ -100,8 +100,8 @@ class Job:
             HostWait: lambda thread, call: self._await(thread, [thread.works[index] for index in call.after]),
             DeviceWait: self._wait_for_device,
             Pause: self._pause,
-            Tell: self._tell,
-            Hear: self._hear,
+            Signal: self._signal,
+            AwaitSignal: self._await_signal,
             Abort: self._abort,
         }
 
@@ -253,22 +253,22 @@ class Job:
         self._clock.after(call.seconds, self._go_on, thread)
         return False
 
-    def _tell(self, thread: Thread, call: Tell) -> bool:
+    def _signal(self, thread: Thread, call: Signal) -> bool:
         pending = [thread.works[index] for index in call.after if not thread.works[index].ended]
         assert len(pending) <= 1, "a stream is in order: its last event says it all"
         if pending:
-            self.tellings[pending[0]].append(call)
+            self.signals[pending[0]].append(call)
         else:
-            self._clock.after(call.seconds, self._told, call.name)
+            self._clock.after(call.seconds, self._signalled, call.name)
         return True
 
-    def _told(self, name: Hashable) -> None:
-        self.told.add(name)
+    def _signalled(self, name: Hashable) -> None:
+        self.signalled.add(name)
         for thread in self._listeners.pop(name, ()):
             self._go_on(thread)
 
-    def _hear(self, thread: Thread, call: Hear) -> bool:
-        if call.name in self.told:
+    def _await_signal(self, thread: Thread, call: AwaitSignal) -> bool:
+        if call.name in self.signalled:
             return True
         self._listeners[call.name].append(thread)
         return False
@@ -277,14 +277,14 @@ class Job:
         self._queues.abort(thread.device, call.communicator)
         return True
 
-    # What devices tell.
+    # What devices signal.
 
     def _ended(self, work: Work) -> None:
         label = getattr(work.call, "label", None)
         if label is not None:
             self._times_s[work.device.rank, label] = (work.started_s, self._clock.now_s)
-        for telling in self.tellings.pop(work, ()):
-            self._clock.after(telling.seconds, self._told, telling.name)
+        for signal in self.signals.pop(work, ()):
+            self._clock.after(signal.seconds, self._signalled, signal.name)
         for thread in work.hosts:
             self._waited(thread)
 

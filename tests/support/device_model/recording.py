@@ -15,7 +15,7 @@ from support.device_model.calls import (
     Launch,
     Program,
     Record,
-    Tell,
+    Signal,
     Transfer,
     Transfers,
 )
@@ -55,9 +55,9 @@ class Recorder:
         """What comes next on `stream` waits for `work`."""
         self._awaited[stream].append(work)
 
-    def tell(self, name: Hashable) -> None:
+    def signal(self, name: Hashable) -> None:
         """What another host waits for happens when the current stream has come here."""
-        self.program.append(Tell(name, (self._latest[COMPUTE],)))
+        self.program.append(Signal(name, (self._latest[COMPUTE],)))
 
     def host_wait(self, work: int) -> None:
         """The host waits for `work`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from support.device_model.calls import Collective, Compute, DeviceWait, Hear, HostWait, Rank, Tell, Transfers
+from support.device_model.calls import AwaitSignal, Collective, Compute, DeviceWait, HostWait, Rank, Signal, Transfers
 from support.device_model.model import Job
 from support.device_model.state import Thread, Work
 
@@ -40,13 +40,13 @@ def _why_host(job: Job, thread: Thread) -> tuple[str, Thread | Work | None]:
         return "waits for its device, for example for", next(iter(device.unfinished))
     if isinstance(call, HostWait):
         return "waits for", next(thread.works[index] for index in call.after if not thread.works[index].ended)
-    if isinstance(call, Hear):
-        for work, tellings in job.tellings.items():
-            if any(telling.name == call.name for telling in tellings):
+    if isinstance(call, AwaitSignal):
+        for work, signals in job.signals.items():
+            if any(signal.name == call.name for signal in signals):
                 return f"listens for {call.name}, which comes after", work
-        tellers = (each for state in job.devices.values() for each in state.threads if not each.ended)
-        told = (each for each in tellers if any(_tells(other, call.name) for other in each.program[each.position :]))
-        return f"listens for {call.name} of", next(told, None)
+        senders = (each for state in job.devices.values() for each in state.threads if not each.ended)
+        found = (each for each in senders if any(_signals(other, call.name) for other in each.program[each.position :]))
+        return f"listens for {call.name} of", next(found, None)
     if thread in device.kept:
         return "finds its queue full behind", device.queues[device.queue_of[call.stream]][0]  # type: ignore[union-attr]
     assert isinstance(call, (Transfers, Collective))
@@ -80,12 +80,12 @@ def _why_work(job: Job, work: Work) -> tuple[str, Thread | Work | None]:
     running = work.device.running[work.queue]
     if running is not None and not running.ended:
         return "comes, on a serial device, after", running
-    return "has no room beside", next((each for each in work.device.resident if each.blocks), None)
+    return "has no room next to", next((each for each in work.device.resident if each.blocks), None)
 
 
 def _why_resident(job: Job, work: Work) -> tuple[str, Thread | Work | None]:
     if isinstance(work.call, Compute):
-        return "has no room to end beside", next((each for each in work.device.resident if each.blocks), None)
+        return "has no room to end next to", next((each for each in work.device.resident if each.blocks), None)
     for rank, end in _other_ends(job, work):
         other = job.works.get((*end, rank))
         if other is None:
@@ -106,8 +106,8 @@ def _other_ends(job: Job, work: Work) -> Iterator[tuple[Rank, Any]]:
         yield Rank(rank.replica, transfer.target if rank.stage == transfer.source else transfer.source), end
 
 
-def _tells(call: Any, name: Hashable) -> bool:
-    return isinstance(call, Tell) and call.name == name
+def _signals(call: Any, name: Hashable) -> bool:
+    return isinstance(call, Signal) and call.name == name
 
 
 def _name(waiting: Thread | Work) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second threads of ranks: what device sessions do, or could do, beside the training thread."""
+"""Second threads of ranks: what device sessions do, or could do, next to the training thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 from support.device_model.calls import (
     Abort,
+    AwaitSignal,
     Communicator,
     DeviceWait,
-    Hear,
     HostWait,
     Pause,
     Program,
-    Tell,
+    Signal,
     Transfer,
     Transfers,
 )
@@ -52,15 +52,15 @@ class OneAtATimeTransport(RecordingTransport):
         stage = self._stage
         cost, thread = self.costs.link(peer, stage), self.threads[f"receives from {peer}"]
         transfer = Transfer(peer, stage, key, cost.occupancy_s + cost.latency_s)
-        self._recorder.program.append(Tell(("asked", peer, stage, key)))
-        thread.append(Hear(("asked", peer, stage, key)))
+        self._recorder.program.append(Signal(("asked", peer, stage, key)))
+        thread.append(AwaitSignal(("asked", peer, stage, key)))
         thread.append(Transfers(f"from {peer}", Communicator(f"{peer}>{stage}"), (transfer,)))
-        thread += [HostWait((len(thread) // _CALLS_PER_RECEIVE,)), Tell(("here", peer, stage, key))]
+        thread += [HostWait((len(thread) // _CALLS_PER_RECEIVE,)), Signal(("here", peer, stage, key))]
         self._peer[key] = peer
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         """The host waits for the thread."""
-        self._recorder.program.append(Hear(("here", self._peer.pop(key), self._stage, key)))
+        self._recorder.program.append(AwaitSignal(("here", self._peer.pop(key), self._stage, key)))
         return self._tensor
 
 
@@ -82,8 +82,12 @@ class ByHost(RecordingTransport):
             super().post_send(key, peer, tensor)
             return
         message, cost = (self._stage, peer, key), self.costs.link(self._stage, peer)
-        self._recorder.tell(("made", message))
-        carry = [Hear(("made", message)), Pause(cost.occupancy_s), Tell(("here", message), seconds=cost.latency_s)]
+        self._recorder.signal(("made", message))
+        carry = [
+            AwaitSignal(("made", message)),
+            Pause(cost.occupancy_s),
+            Signal(("here", message), seconds=cost.latency_s),
+        ]
         self.threads[f"carries to {peer}"] += carry
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
@@ -97,7 +101,7 @@ class ByHost(RecordingTransport):
         """The host waits."""
         if key not in self._by_host:
             return super().wait(key, deadline_s)
-        self._recorder.program.append(Hear(("here", (self._by_host.pop(key), self._stage, key))))
+        self._recorder.program.append(AwaitSignal(("here", (self._by_host.pop(key), self._stage, key))))
         return self._tensor
 
 
@@ -126,7 +130,7 @@ def makers(replica: int, stages: int, random: Random, *, greets: bool) -> list[T
         for end, peer in ((stage, stage + 1), (stage + 1, stage)):
             communicator = Communicator(f"another {stage}:{stage + 1}")
             program: Program = [Pause(begun_s + random.uniform(0.0, 2.0)), DeviceWait()]
-            program += [Tell(("met", replica, stage, end)), Hear(("met", replica, stage, peer)), DeviceWait()]
+            program += [Signal(("met", replica, stage, end)), AwaitSignal(("met", replica, stage, peer)), DeviceWait()]
             if greets:
                 greeting = Transfer(stage, stage + 1, "greeting", 1e-3)
                 program += [Transfers(f"another {peer}", communicator, (greeting,)), HostWait((0,))]

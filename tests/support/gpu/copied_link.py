@@ -45,7 +45,7 @@ class CopiedLink:
     """What this link sends is read here, and what it receives is written here."""
 
     def __init__(self, device: Any) -> None:
-        self.told = 0
+        self.reported = 0
         self.copies = DeviceCopies(device, link="0->1", on_ready=self._tell)
         self.far_inbox = Inbox(max_message_nbytes=1 << 30, pooled_nbytes=1 << 26)
         self.inbox = Inbox(max_message_nbytes=1 << 30, pooled_nbytes=UNLIMITED_NBYTES, for_device=True)
@@ -57,7 +57,7 @@ class CopiedLink:
         self.receiving: Any = self.copies._incoming._stream
 
     def _tell(self) -> None:
-        self.told += 1
+        self.reported += 1
 
     def connect(self) -> None:
         """New rings."""

@@ -72,7 +72,7 @@ class Modelled(ModelledGpu):
         """One that returns and one that does not."""
         return {"a query": lambda: None, "cudaHostAlloc": threading.Event().wait}
 
-    def captured_beside(self, ours: bool) -> str | None:
+    def captured_with_thread(self, ours: bool) -> str | None:
         """Threads of ours spoil none."""
         return None if ours else "operation not permitted when stream is capturing"
 

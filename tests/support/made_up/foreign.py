@@ -178,7 +178,7 @@ def kineto(
     name: str = "rank{}.json",
     said: Callable[[int], dict[str, Any]] | None = None,
 ) -> Path:
-    """A file per rank, as torch.profiler leaves them; `said`: what a file says beside its events."""
+    """A file per rank, as torch.profiler leaves them; `said`: what a file says besides its events."""
     directory.mkdir(parents=True, exist_ok=True)
     stages = 1 + max(each.stage for each in ran)
     for stage in range(stages):

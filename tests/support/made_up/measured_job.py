@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a made-up job measure: four stages, one link of which is as slow as told."""
+"""What the ranks of a made-up job measure: four stages, one link of which is as slow as reported."""
 
 from __future__ import annotations
 

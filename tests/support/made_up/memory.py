@@ -55,7 +55,7 @@ class MadeUpMemory:
 class MadeUpStage:
     """What the actions of a stage allocate and free.
 
-    A forward is given its input (`message` bytes, allocated before), keeps `activation` bytes beside it and hands its
+    A forward is given its input (`message` bytes, allocated before), keeps `activation` bytes as well and hands its
     output, of the same size, to the transport, which holds it until the next action is over. Gradients likewise.
     """
 

@@ -164,7 +164,7 @@ def test_a_cable_is_one_line_however_many_lanes_and_replicas_it_carries(caplog: 
     for event in (*between(8, 16, hosts=hosts, replica=0), *between(9, 17, hosts=hosts, replica=0, lane=1)):
         log.take(event)
     for event in between(40, 48, hosts=hosts, replica=1):
-        log.take(event, 1)  # that replica's leader has told it
+        log.take(event, 1)  # that replica's leader has reported it
     for iteration in (12, 12 + PATIENCE):
         log.say(iteration, lambda number: number + 101, seconds)
     assert caplog.messages == [
@@ -203,7 +203,7 @@ def test_many_cables_between_the_same_stages_are_one_line_if_they_come_together(
     assert caplog.messages[-1].endswith(": 0 plans, link 1<->2 slow since iteration 110")
 
 
-def test_findings_whose_place_is_not_known_are_told_apart_by_stage(caplog: pytest.LogCaptureFixture) -> None:
+def test_findings_whose_place_is_not_known_are_distinguished_by_stage(caplog: pytest.LogCaptureFixture) -> None:
     log = RunLog()
     stage = StageDetection(stage=3, before="healthy", after="slow", reason="F takes 2 ms", pipeline=4)
     say(log, 7, SLOW, replace(SLOW, pipeline=1), replace(SLOW, source=4, target=5, path="host"), stage)
@@ -301,14 +301,16 @@ def test_events_get_the_numbers_that_megatron_prints() -> None:
     ]
     times = [stamped(batch, 15) for batch in batches]
     assert [Numbering(times).of(number) for number in (-1, 0, 3, 4, 13, 14, 20)] == [-1, 501, 504, 505, 505, 505, 511]
-    (first, second, found) = renumbered([*times, stamped(replace(SLOW, reason_parts=("told up to iteration ", 3)), 14)])
+    (first, second, found) = renumbered(
+        [*times, stamped(replace(SLOW, reason_parts=("reported up to iteration ", 3)), 14)]
+    )
     assert (found.stamp.iteration, first.event, second.event) == (
         505,
         replace(batches[0], first=501),
         replace(batches[1], first=505),
     )
     assert isinstance(found.event, LinkDetection)
-    assert (found.event.since_iteration, found.event.reason) == (505, "told up to iteration 504")
+    assert (found.event.since_iteration, found.event.reason) == (505, "reported up to iteration 504")
 
 
 def test_old_logs_keep_their_numbers() -> None:

@@ -52,10 +52,10 @@ def test_a_worker_that_turned_slow_is_named_with_the_step() -> None:
     assert "Worker 1.0 (replica 1, stage 0) computes 3.00 times as long as its peers" in said
     assert "most clearly from step 3 on" in said
     assert "From step 3 on a step took" in said
-    told = figures(analysis)
-    assert told["slowest_workers"] == ["1.0"]
-    assert told["steps_changed_at"] == 3
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    reported = figures(analysis)
+    assert reported["slowest_workers"] == ["1.0"]
+    assert reported["steps_changed_at"] == 3
+    assert json.loads(json.dumps(reported, allow_nan=False)) == reported
 
 
 def test_an_even_job_has_nothing_slow_and_no_remedy() -> None:
@@ -95,10 +95,10 @@ def test_a_run_is_analysed_in_text_json_and_html(tmp_path: Path, capsys: pytest.
     assert "Re-planned order" in said
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert main(["analyze", str(run), "--json", "--steps", "3-4", "--no-progress"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["steps"] == [3, 4]
-    assert told["replayed_s"] == pytest.approx(told["recorded_s"])
-    assert {"order", "split-backward"} <= {row["key"] for row in told["remedies"]["rows"]}
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["steps"] == [3, 4]
+    assert reported["replayed_s"] == pytest.approx(reported["recorded_s"])
+    assert {"order", "split-backward"} <= {row["key"] for row in reported["remedies"]["rows"]}
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_dead_cell_in_figures(costs: str, capsys: pytest.CaptureFixture[str]) 
     assert len(said["peak_in_flight"]) == 4
 
 
-def test_a_slow_cell_beside_a_fixed_schedule(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_cell_with_a_fixed_schedule(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["simulate", costs, "--replicas", "3", "--slow-cell", "1.2:2.4", "--schedule", "zb-h1", "--json"])
     said = json.loads(capsys.readouterr().out)
     job = JobCosts(BASE, replicas=3, overrides=[Override(replicas=(1,), slow_stages={2: 2.4})])

@@ -19,8 +19,8 @@ from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.tools.cli import check_command as check
 from adaptra_megatron.tools.cli.main import main
 
-_BESIDE = Path(__file__).parents[4] / "shared" / "data" / "recipes" / "recipes.json"
-RECIPES = Path(os.environ.get("ADAPTRA_RECIPES", _BESIDE))
+_RECIPES = Path(__file__).parents[4] / "shared" / "data" / "recipes" / "recipes.json"
+RECIPES = Path(os.environ.get("ADAPTRA_RECIPES", _RECIPES))
 PP = {"pipeline_model_parallel_size": 4, "num_layers": 8, "add_bias_linear": False}
 LINE = ("pretrain_gpt.py", "--pipeline-model-parallel-size", "4", "--disable-bias-linear")
 

@@ -68,11 +68,11 @@ def test_what_cannot_be_read_is_left_out_or_one_line(
         trace.write_text("".join(CASES[name]) + "\n")
     output = ["-o", str(tmp_path / "out")] if command in ("report", "trace") else []
     given = main([command, str(run), *output])
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     assert given in (0, 1, 2, 3)
     if given == 2:
-        assert len(told.err.strip().splitlines()) == 1
-        assert told.err.startswith("adaptra: ")
+        assert len(reported.err.strip().splitlines()) == 1
+        assert reported.err.startswith("adaptra: ")
     if command in ("trace", "analyze") and name not in ("a FIFO as log",):
         assert given == 2, "there is nothing else in the directory that it could tell of"
 

@@ -80,7 +80,7 @@ def compared(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found["comparison"]}
 
 
-def test_a_plan_stands_beside_healthy_stock_now_and_bound(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_shown_with_healthy_stock_now_and_bound(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "plan", costs, *SLOW)
     rows = compared(found)
     assert list(rows) == ["healthy", "stock", "now", "planned", "bound"]

@@ -61,7 +61,7 @@ def test_files_that_inherit_from_each_other_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "value"),
     [
-        *[("${sizes.pp}", 4), ("${.beside}", 7), ("${..sizes.pp}", 4), ("${training.sizes.pp}", 4)],
+        *[("${sizes.pp}", 4), ("${.other}", 7), ("${..sizes.pp}", 4), ("${training.sizes.pp}", 4)],
         *[("${oc.select:sizes.pp,1}", 4), ("${oc.select:sizes.none,1}", "1"), ("${oc.env:NO_SUCH_VARIABLE,8}", "8")],
         *[("${chain}", 4), ("${sizes}", {"pp": 4})],
         *[
@@ -71,7 +71,7 @@ def test_files_that_inherit_from_each_other_end(tmp_path: Path) -> None:
     ],
 )
 def test_references(reference: str, value: Any) -> None:
-    document = {"model": {"it": reference, "beside": 7}, "sizes": {"pp": 4}, "chain": "${sizes.pp}", "loop": "${loop}"}
+    document = {"model": {"it": reference, "other": 7}, "sizes": {"pp": 4}, "chain": "${sizes.pp}", "loop": "${loop}"}
     assert jobs_of(document)[""]["model"]["it"] == value
 
 

@@ -98,7 +98,7 @@ CHOICE = PathChosen(
 )
 
 
-def test_choices_of_paths_are_told_with_what_they_gain(run_directory: Path) -> None:
+def test_choices_of_paths_are_reported_with_what_they_gain(run_directory: Path) -> None:
     page = report(run_directory)
     assert "Plan 1 sends link 2→3 over the host path instead of the device path: 58.0 ms a message less" in page
     assert "the device path is slow" in page
@@ -123,8 +123,8 @@ def test_arrivals_at_gradient_synchronisation_have_heat_maps(tmp_path: Path) -> 
         until=9, iterations=5, lags_s=((0.0, -0.02, 0.09), (0.0, -0.02, 0.18)), last=((0, 0, 5), (0, 1, 4))
     )
     over = StragglerDetection(replica=2, before="late", after="healthy", reason="it comes with the others")
-    told = replace(LATE, before="late", reason="still, for another cause", since_iteration=5)
-    write_events(tmp_path / "run", [(LATE, 6), (seen, 9), (told, 9), (over, 11)])
+    reported = replace(LATE, before="late", reason="still, for another cause", since_iteration=5)
+    write_events(tmp_path / "run", [(LATE, 6), (seen, 9), (reported, 9), (over, 11)])
     html = report(tmp_path / "run")
     page = Page(html)
     text = " ".join(page.text.split())
@@ -369,7 +369,7 @@ def test_damage_is_one_line(run_directory: Path, capsys: pytest.CaptureFixture[s
         main(["report", str(run_directory), "--iterations", "a,b"])
 
 
-def test_what_comes_again_and_again_is_told_once(tmp_path: Path) -> None:
+def test_what_comes_again_and_again_is_reported_once(tmp_path: Path) -> None:
     write_run(tmp_path, ([Iteration()] * 4 + [Iteration(delay_s=2.0)] * 2) * 6)
     text = " ".join(Page(report(tmp_path)).text.split())
     assert (
@@ -385,7 +385,7 @@ def test_what_comes_again_and_again_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_late_one_way_alone_is_not_called_slow_where_arrivals_are_not_known(tmp_path: Path) -> None:
-    """Stock's receives end with the sends that they are bound to, so the links beside a slow one look slow, too."""
+    """Stock's receives end with the sends that they are bound to, so the links next to a slow one look slow, too."""
     page = report(one_way_slow(tmp_path / "stock", arrivals=False))
     assert "slow link, at the end" not in Page(page).text.replace("0\nslow links", "")
     assert " slow</td>" not in page
@@ -488,7 +488,7 @@ def test_percentages() -> None:
     assert [percent(share) for share in (0.0, 0.016, 0.44, 1.0)] == ["0%", "1.6%", "44%", "100%"]
 
 
-def test_a_cable_is_told_once_as_status_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cable_is_reported_once_as_status_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = [
         LinkDetection(
             source=source,

@@ -106,7 +106,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--ranks", "1", "--delay", "1s"], "numbers of replicas"),
         (["--ranks", "8", "--delay", "1s", "--size", "0..1GiB"], "no size"),
@@ -115,13 +115,13 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
         (["--ranks", "8", "--delay", "1s", "--plot", "/nowhere/sync.png"], "/nowhere/sync.png"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(words: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main(["simulate-sync", *WORDS, *words])
     except SystemExit as exit:
         status = int(exit.code or 0)
     error = capsys.readouterr().err
-    assert (status, told in error, error.count("\n")) == (2, True, 1), error
+    assert (status, reported in error, error.count("\n")) == (2, True, 1), error
 
 
 def test_a_model_without_a_delay_is_finite() -> None:

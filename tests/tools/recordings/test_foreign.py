@@ -47,19 +47,19 @@ def analysed(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> t
     return status, json.loads(capsys.readouterr().out)
 
 
-def check(status: int, told: Figures, right: Right) -> None:
-    assert status == 0, told
-    assert told["understood"], told["doubt"]
-    cells = list(told["slowness"])
+def check(status: int, reported: Figures, right: Right) -> None:
+    assert status == 0, reported
+    assert reported["understood"], reported["doubt"]
+    cells = list(reported["slowness"])
     assert len({cell.split(".")[0] for cell in cells}) == right.replicas
     assert len({cell.split(".")[1] for cell in cells}) == right.stages
-    assert len(told["steps"]) == right.steps
-    assert told["replayed_s"] == pytest.approx(told["recorded_s"], rel=0.01)
+    assert len(reported["steps"]) == right.steps
+    assert reported["replayed_s"] == pytest.approx(reported["recorded_s"], rel=0.01)
     if right.milliseconds is not None:
-        assert 1e3 * statistics.median(told["recorded_s"]) == pytest.approx(right.milliseconds, rel=1e-6)
+        assert 1e3 * statistics.median(reported["recorded_s"]) == pytest.approx(right.milliseconds, rel=1e-6)
     if right.slowdown is not None:
-        assert told["slowdown"] == pytest.approx(right.slowdown, rel=0.01)
-    slow = {link for link, slowdown in told["slowdown_by_link"].items() if slowdown > 1.02}
+        assert reported["slowdown"] == pytest.approx(right.slowdown, rel=0.01)
+    slow = {link for link, slowdown in reported["slowdown_by_link"].items() if slowdown > 1.02}
     assert slow == set(right.slow_links)
 
 
@@ -131,7 +131,7 @@ STOCK = {
         blocking(4, 8, varying(slow_link(0, 1, 60_000.0))),
         Right(stages=4, milliseconds=None, slowdown=None, slow_links=("0->1", "1->0")),
     ),
-    "beside computation, a slow link whose messages vary": (
+    "during computation, a slow link whose messages vary": (
         overlapped(4, 24, delay=varying(lambda a, b: 60_000.0 if (a, b) == (3, 2) else 100.0)),
         Right(stages=4, milliseconds=None, slowdown=None, slow_links=("3->2",)),
     ),
@@ -144,8 +144,8 @@ STOCK = {
         Right(stages=4, milliseconds=None, slowdown=None),
     ),
     "no delay at all": (overlapped(4, 8, delay=0.0), Right(stages=4, milliseconds=330.0)),
-    "beside computation, many stages": (overlapped(8, 16, delay=100.0), Right(stages=8, milliseconds=694.0)),
-    "beside computation, a slow link": (
+    "during computation, many stages": (overlapped(8, 16, delay=100.0), Right(stages=8, milliseconds=694.0)),
+    "during computation, a slow link": (
         overlapped(4, 8, delay=slow_link(1, 2)),
         Right(stages=4, milliseconds=490.6, slowdown=490.6 / 331.6, slow_links=("1->2", "2->1")),
     ),
@@ -173,9 +173,9 @@ def test_clocks_that_are_apart_are_put_right(
     ahead_us: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = with_args(shifted(FOUR, lambda each: ahead_us if each.stage >= 2 else 0.0))
-    status, told = analysed(capsys, file(events)(tmp_path))
-    check(status, told, Right(stages=4, milliseconds=333.2))
-    assert f"The clock of stage 2 is {ahead_us / 1e3:,.0f} ms ahead of that of stage 1" in " ".join(told["notes"])
+    status, reported = analysed(capsys, file(events)(tmp_path))
+    check(status, reported, Right(stages=4, milliseconds=333.2))
+    assert f"The clock of stage 2 is {ahead_us / 1e3:,.0f} ms ahead of that of stage 1" in " ".join(reported["notes"])
 
 
 def test_clocks_that_drift_are_put_right_in_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,9 +183,9 @@ def test_clocks_that_drift_are_put_right_in_every_step(tmp_path: Path, capsys: p
     for step in range(3):
         drifted = shifted(FOUR, lambda each: 1e6 * step + 3e3 * step * (each.stage >= 2))  # noqa: B023
         events += with_args(drifted, iteration=step)
-    status, told = analysed(capsys, file(events)(tmp_path))
-    check(status, told, Right(stages=4, steps=3, milliseconds=333.2))
-    assert "is 3 to 6 ms ahead" in " ".join(told["notes"])
+    status, reported = analysed(capsys, file(events)(tmp_path))
+    check(status, reported, Right(stages=4, steps=3, milliseconds=333.2))
+    assert "is 3 to 6 ms ahead" in " ".join(reported["notes"])
 
 
 def with_gpu_copies(ran: list[Ran]) -> list[Event]:
@@ -381,8 +381,8 @@ def on_gpu(make: Callable[[list[Ran]], list[Event]]) -> Callable[[list[Ran]], li
 
 
 def side_by_side(ran: list[Ran], *, threads: bool, late: float = 0.0) -> list[Event]:
-    """Every forward beside the backward behind it, in the time of both, as DualPipe does; on threads of their own, or
-    on one; `late`: by how much the backward begins later."""
+    """Every forward together with the backward behind it, in both's time, as DualPipe does; on threads of their own,
+    or on one; `late`: by how much the backward begins later."""
     rows = sorted(ran, key=lambda each: (each.stage, each.start))
     for at, (one, other) in enumerate(pairwise(rows)):
         if (one.stage, one.kind, other.kind) == (other.stage, F, B):
@@ -551,25 +551,25 @@ def test_what_other_tools_write_is_read(name: str, tmp_path: Path, capsys: pytes
     check(*analysed(capsys, write(tmp_path), *options), right)
 
 
-def beside(directory: Path) -> Path:
+def with_other_json(directory: Path) -> Path:
     path = kineto(directory / "run", HEALTHY)
     (path / "config.json").write_text('{"model": "gpt"}')
     return path
 
 
-def test_json_that_is_no_trace_may_stand_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = analysed(capsys, beside(tmp_path), "--stages", "2")
-    check(status, told, Right())
-    assert "config.json is no trace" in told["notes"][0]
+def test_json_that_is_no_trace_may_be_next_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, reported = analysed(capsys, with_other_json(tmp_path), "--stages", "2")
+    check(status, reported, Right())
+    assert "config.json is no trace" in reported["notes"][0]
 
 
 def test_one_bad_event_costs_its_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = [dict(each) for each in FIVE_THREE]
     events[3]["dur"] = -37.0
-    status, told = analysed(capsys, file(events)(tmp_path))
-    check(status, told, Right(steps=2))
-    assert told["left_out"] == ["step 0: stage 1 has no backward of micro-batch 0: it is not recorded as a whole"]
-    assert "'backward' at ts 21000.0 lasts -37 µs" in " ".join(told["notes"])
+    status, reported = analysed(capsys, file(events)(tmp_path))
+    check(status, reported, Right(steps=2))
+    assert reported["left_out"] == ["step 0: stage 1 has no backward of micro-batch 0: it is not recorded as a whole"]
+    assert "'backward' at ts 21000.0 lasts -37 µs" in " ".join(reported["notes"])
 
 
 def test_a_step_that_one_stage_recorded_in_part_has_no_evaluation(
@@ -577,19 +577,19 @@ def test_a_step_that_one_stage_recorded_in_part_has_no_evaluation(
 ) -> None:
     """The profiler of stage 1 ended early: its last forwards are not of an evaluation."""
     events = [each for each in FIVE_THREE if each["pid"] == 0 or each["ts"] < 470_000.0]
-    status, told = analysed(capsys, file(events)(tmp_path))
-    check(status, told, Right(steps=2))
-    assert "step 2: stage 1 has no" in told["left_out"][0]
-    assert told["notes"] == []
+    status, reported = analysed(capsys, file(events)(tmp_path))
+    check(status, reported, Right(steps=2))
+    assert "step 2: stage 1 has no" in reported["left_out"][0]
+    assert reported["notes"] == []
 
 
-def test_progress_is_told_before_the_first_file_is_read(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    read_recording(kineto(tmp_path / "run", HEALTHY, with_args), progress=lambda *each: told.append(each))
-    assert told == [("reading traces", done, 2) for done in range(3)]
-    told.clear()
-    read_recording(primus(tmp_path), progress=lambda *each: told.append(each))
-    assert told == [("reading traces", done, 1) for done in range(2)]
+def test_progress_is_reported_before_the_first_file_is_read(tmp_path: Path) -> None:
+    reported: list[tuple[str, int, int]] = []
+    read_recording(kineto(tmp_path / "run", HEALTHY, with_args), progress=lambda *each: reported.append(each))
+    assert reported == [("reading traces", done, 2) for done in range(3)]
+    reported.clear()
+    read_recording(primus(tmp_path), progress=lambda *each: reported.append(each))
+    assert reported == [("reading traces", done, 1) for done in range(2)]
 
 
 def one_without(key: str, value: object = None, at: int = 3) -> list[Event]:
@@ -716,12 +716,12 @@ def test_what_is_not_said_is_asked_for_or_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write, options, words = REFUSED[name]
-    status, told = analysed(capsys, write(tmp_path), *options)
+    status, reported = analysed(capsys, write(tmp_path), *options)
     assert status == 2
-    assert words in told["error"]
-    assert not told["understood"]
-    assert told["doubt"] == told["error"]
-    assert "('" not in told["error"]
+    assert words in reported["error"]
+    assert not reported["understood"]
+    assert reported["doubt"] == reported["error"]
+    assert "('" not in reported["error"]
 
 
 def test_a_gap_that_nothing_explains_is_said_to_be_not_understood(
@@ -730,13 +730,13 @@ def test_a_gap_that_nothing_explains_is_said_to_be_not_understood(
     """A host that pauses half a step long: or work that was not recorded, who knows."""
     ran = [each._replace(start=each.start + (80_000.0 if each.start >= 60_000.0 else 0.0)) for each in HEALTHY]
     path = file(with_args(ran))(tmp_path)
-    status, told = analysed(capsys, path)
+    status, reported = analysed(capsys, path)
     assert status == 1
-    assert not told["understood"]
-    assert "of a step, no recorded work runs or is waited for" in told["doubt"]
-    assert told["slowdown"] is None
-    assert told["remedies"]["rows"] == []
-    assert told["slowdown_by_link"] == {}
+    assert not reported["understood"]
+    assert "of a step, no recorded work runs or is waited for" in reported["doubt"]
+    assert reported["slowdown"] is None
+    assert reported["remedies"]["rows"] == []
+    assert reported["slowdown_by_link"] == {}
     page = tmp_path / "page.html"
     assert main(["analyze", str(path), "--html", str(page), "--no-progress"]) == 1
     said = capsys.readouterr().out
@@ -750,9 +750,9 @@ def test_a_gap_that_nothing_explains_is_said_to_be_not_understood(
 def test_of_two_replicas_the_slow_cell_is_compared_with_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, told = analysed(capsys, file(with_args(ONE_SLOW))(tmp_path))
-    assert told["slowness"] == pytest.approx({"0.0": 1.0, "0.1": 1.0, "1.0": 2.0, "1.1": 1.0})
-    exchanged = next(row for row in told["remedies"]["rows"] if row["key"] == "exchange")
+    _, reported = analysed(capsys, file(with_args(ONE_SLOW))(tmp_path))
+    assert reported["slowness"] == pytest.approx({"0.0": 1.0, "0.1": 1.0, "1.0": 2.0, "1.1": 1.0})
+    exchanged = next(row for row in reported["remedies"]["rows"] if row["key"] == "exchange")
     healthy_s = makespan(overlapped(2, 8)) / 1e6
     assert exchanged["step_s"] == pytest.approx(healthy_s)
 
@@ -772,7 +772,7 @@ def test_where_all_links_are_slow_alike_messages_are_named(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("weight", ["W", "weight_grad", "grad_weight"])
-def test_backwards_beside_weight_gradients_are_their_input_halves(weight: str, tmp_path: Path) -> None:
+def test_backwards_with_weight_gradients_are_their_input_halves(weight: str, tmp_path: Path) -> None:
     """Zero-bubble recordings name them F, B and W: taken for whole backwards, no remedy could be simulated."""
     events = with_args(HEALTHY)
     for each in [each for each in events if "backward" in str(each["name"])]:

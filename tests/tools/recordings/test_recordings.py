@@ -163,11 +163,11 @@ def megascan_events() -> list[Event]:
         {"name": "iteration begin", "ph": "i", "ts": 0, "pid": 0, "tid": 0, "args": {"iteration": 4}}
     ]
     for number in range(2):
-        told = {"iteration": 4, "microbatch": number}
-        events += pair("forward", 100 * number, 100 * number + 90, 0, model_chunk=0, **told)
-        events += pair("forward", 100 * number + 95, 100 * number + 140, 1, model_chunk=1, **told)
-        events += pair("backward", 100 * number + 140, 100 * number + 190, 1, model_chunk=1, **told)
-        events += pair("backward", 100 * number + 300, 100 * number + 390, 0, model_chunk=0, **told)
+        reported = {"iteration": 4, "microbatch": number}
+        events += pair("forward", 100 * number, 100 * number + 90, 0, model_chunk=0, **reported)
+        events += pair("forward", 100 * number + 95, 100 * number + 140, 1, model_chunk=1, **reported)
+        events += pair("backward", 100 * number + 140, 100 * number + 190, 1, model_chunk=1, **reported)
+        events += pair("backward", 100 * number + 300, 100 * number + 390, 0, model_chunk=0, **reported)
     return events
 
 

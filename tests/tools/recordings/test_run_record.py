@@ -159,9 +159,9 @@ def test_large_files_are_read_by_several_processes_alike(tmp_path: Path, monkeyp
     write_run(tmp_path, [FAST] * 5)
     alone = read_run(tmp_path)
     monkeypatch.setattr(run_files, "WORTH_PROCESSES_NBYTES", 0)
-    told: list[tuple[str, int, int]] = []
-    assert read_run(tmp_path, lambda *progress: told.append(progress)).iterations == alone.iterations
-    assert told == [("reading traces", number, 3) for number in (1, 2, 3)]
+    reported: list[tuple[str, int, int]] = []
+    assert read_run(tmp_path, lambda *progress: reported.append(progress)).iterations == alone.iterations
+    assert reported == [("reading traces", number, 3) for number in (1, 2, 3)]
 
 
 def test_what_a_link_costs_and_what_a_switch_saves(tmp_path: Path) -> None:

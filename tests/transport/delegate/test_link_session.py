@@ -34,8 +34,8 @@ class Peer:
     """Connections of stage 0 to a link of stage 1."""
 
     def __init__(self) -> None:
-        self.told: list[Message] = []
-        self.link = LinkSession(START, 0, lambda message, descriptors: self.told.append(message))
+        self.reported: list[Message] = []
+        self.link = LinkSession(START, 0, lambda message, descriptors: self.reported.append(message))
         self.connections: list[socket.socket] = []
 
     async def connect(self, session: int, lanes: range) -> None:
@@ -84,10 +84,10 @@ def test_connections_that_never_become_all_of_a_session_are_dropped(
         if asked == "after":
             await peer.ask(1)
         await peer.dropped()
-        assert [type(message) for message in peer.told] == ([] if asked == "never" else [Down])
+        assert [type(message) for message in peer.reported] == ([] if asked == "never" else [Down])
         await peer.connect(2, range(LANES))
         await peer.ask(2)
-        assert isinstance(peer.told[-1], Up), "the next session does not begin"
+        assert isinstance(peer.reported[-1], Up), "the next session does not begin"
 
     with caplog.at_level(logging.WARNING):
         play(story)
@@ -102,7 +102,7 @@ def test_a_connection_too_many_is_dropped_and_the_session_stays() -> None:
         for _ in range(2):
             await peer.connect(1, range(1))
             await peer.dropped()
-        assert [type(message) for message in peer.told] == [Up]
+        assert [type(message) for message in peer.reported] == [Up]
         assert in_use
 
     play(story)
@@ -113,7 +113,7 @@ def test_all_connections_of_a_session_wait_until_they_are_asked_for(caplog: pyte
         await peer.connect(1, range(LANES))
         await asyncio.sleep(5 * START.handshake_s)
         await peer.ask(1)
-        assert [type(message) for message in peer.told] == [Up]
+        assert [type(message) for message in peer.reported] == [Up]
 
     play(story)
     assert not caplog.records
@@ -125,6 +125,6 @@ def test_each_connection_has_its_own_time_to_come() -> None:
         for lane in range(LANES):
             await peer.connect(1, range(lane, lane + 1))
             await asyncio.sleep(1.4 * START.handshake_s)
-        assert [type(message) for message in peer.told] == [Up]
+        assert [type(message) for message in peer.reported] == [Up]
 
     play(story)

@@ -202,7 +202,7 @@ def test_the_working_directory_does_not_hide_pythons_modules(
     joined(*start())
 
 
-def test_a_package_beside_ours_does_not_hide_pythons_modules(
+def test_a_package_next_to_ours_does_not_hide_pythons_modules(
     start: Callable[[], tuple[End, End]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As site-packages with an old backport in it: the training process does not see that, nor must its delegate."""

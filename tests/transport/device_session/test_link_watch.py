@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last resort of whoever watches links."""
+"""The last resort of the threads that watch links."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.nccl_host
         ("killed_before_it_comes_1", 1),
         ("killed_while_a_receive_stands", 0),
         ("full_launch_queue", None),
-        ("end_beside_a_link_that_stands", None),
+        ("end_next_to_a_stalled_link", None),
     ],
 )
 def test_nccl_does_what_links_expect(case: str, killed: int | None, network: bool, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ torch comes with.
 
 Without a GPU NCCL makes no communicators, but it tells its version and its errors, makes unique ids, and refuses what
 is wrong; CUDA says that there is no driver. NCCL_DIRECTORY names another place than the package of this environment.
-CUDA's packages are looked for beside NCCL's.
+CUDA's packages are looked for next to NCCL's.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def library(directory: Path) -> NcclLibrary:
 def cuda(directory: Path) -> Path:
     """Directory with the packages nvidia-cuda-runtime and what its headers include."""
     if not list(directory.parent.rglob("crt/host_defines.h")):
-        pytest.skip("CUDA's headers are not beside NCCL: make test-nccl fetches them")
+        pytest.skip("CUDA's headers are not next to NCCL: make test-nccl fetches them")
     return directory.parent
 
 

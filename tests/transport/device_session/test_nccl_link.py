@@ -391,7 +391,7 @@ def test_a_new_session_does_not_begin_behind_what_an_old_one_left(gpus: Gpus) ->
     assert target.wait_until_freed(soon())
 
 
-def test_a_message_that_finds_no_memory_is_told_as_that(gpus: Gpus, sessions: Sessions, monkeypatch: Any) -> None:
+def test_a_message_that_finds_no_memory_is_reported_as_that(gpus: Gpus, sessions: Sessions, monkeypatch: Any) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
 
@@ -493,7 +493,7 @@ def test_closing_does_not_wait_for_what_never_leaves(gpus: Gpus) -> None:
     target.abort()
 
 
-def test_two_stages_on_one_gpu_are_told_apart_before_nccl_is_asked(gpus: Gpus) -> None:
+def test_two_stages_on_one_gpu_are_distinguished_before_nccl_is_asked(gpus: Gpus) -> None:
     with pytest.raises(RuntimeError, match="both stages are on one GPU"):
         gpus.pair(gpu="GPU-1")
     assert not gpus.fabric.pairs
@@ -666,12 +666,12 @@ class Looked(Failing):
         return None
 
 
-def test_the_link_that_failed_first_is_told_first_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
+def test_the_link_that_failed_first_is_reported_first_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    outcome: list[str] = []
 
     def failed(link: object, cause: str) -> None:
-        told.append(cause)
-        if len(told) == 1:
+        outcome.append(cause)
+        if len(outcome) == 1:
             raise StopIteration
 
     watch = LinkWatch(interval_s=0.005)
@@ -682,9 +682,9 @@ def test_the_link_that_failed_first_is_told_first_and_the_watch_goes_on(caplog: 
     for link in (Failing(7.0), Failing(3.0), Failing(0.0, KeyError("gone"))):
         watch.add(link)
     looked.ends.set()  # the next look is the first at the others, at all three of them
-    until(lambda: len(told) >= 6)
+    until(lambda: len(outcome) >= 6)
     watch.close()
-    assert told[:3] == ["since 3", "since 7", "it cannot be watched: KeyError: 'gone'"] == told[3:6]
+    assert outcome[:3] == ["since 3", "since 7", "it cannot be watched: KeyError: 'gone'"] == outcome[3:6]
     assert len(caplog.records) == 2, "each error is said once"
 
 
@@ -830,9 +830,9 @@ def test_stages_on_one_gpu_stay_on_the_host_path_and_say_so_once(
     read = links.receive(0)
     links.gpus.devices[1].run()
     assert torch.equal(read, numbers(0))
-    told = [record for record in caplog.records if "both stages are on one GPU" in record.getMessage()]
-    assert len(told) == 4, "each end of each direction says it once"
-    assert {record.levelname for record in told} == {"INFO"}
+    outcome = [record for record in caplog.records if "both stages are on one GPU" in record.getMessage()]
+    assert len(outcome) == 4, "each end of each direction says it once"
+    assert {record.levelname for record in outcome} == {"INFO"}
 
 
 def test_either_path_is_measured_without_a_wait_of_computation(make_links: Callable[..., Links]) -> None:

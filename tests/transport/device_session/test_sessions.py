@@ -13,7 +13,7 @@ MEETING_S = 0.2
 
 
 class Failures:
-    """A link that is only told of failures."""
+    """A link that is only reported of failures."""
 
     def __init__(self) -> None:
         self.causes: list[tuple[int, str]] = []

@@ -53,7 +53,7 @@ def test_a_killed_peer_is_an_error_and_never_a_hang(start_ranks: Callable[..., l
     [
         ("delegates_killed",),
         ("nothing_leaks",),
-        ("strangers", "back_pressure", "closed", "held_until_acknowledged"),
+        ("intruders", "back_pressure", "closed", "held_until_acknowledged"),
         ("idle",),
         ("bound",),
     ],

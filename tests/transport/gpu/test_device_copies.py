@@ -94,7 +94,7 @@ class TestSending:
         device.let_go(device.compute)
         assert torch.equal(link.arrive(), numbers(MEBIBYTE))
         written.result(5.0)
-        assert link.told == 1, "told once per message"
+        assert link.reported == 1, "reported once per message"
 
     def test_parts_are_published_when_they_are_copied_while_others_are(self, make_link: MakeLink) -> None:
         device = SimulatedDevice()
@@ -386,7 +386,9 @@ class TestReceiving:
             with pytest.raises(TransportError, match=r"link 0->1: .*device lost"):
                 receipt.take()
 
-    def test_no_room_for_a_message_is_told_as_that(self, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_room_for_a_message_is_reported_as_that(
+        self, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def full(*_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
 

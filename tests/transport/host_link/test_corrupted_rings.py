@@ -44,12 +44,12 @@ OF_A_DESCRIPTION = "description of its slots"
 class Causes:
     """Collects the causes that an end of a link is given; the log has only a few in a row."""
 
-    def __init__(self, link: DualLink, heard: list[str]) -> None:
-        self._disconnected, self._heard = link.disconnected, heard
+    def __init__(self, link: DualLink, causes: list[str]) -> None:
+        self._disconnected, self._causes = link.disconnected, causes
         link.disconnected = self  # type: ignore[method-assign]
 
     def __call__(self, cause: str) -> None:
-        self._heard.append(cause)
+        self._causes.append(cause)
         self._disconnected(cause)
 
 
@@ -93,26 +93,26 @@ def exchange(links: list[DualLink], nbytes: int = 3 * PAGE) -> None:
 
 
 def test_a_corrupted_word_is_healed_by_a_new_session(links: list[DualLink], caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[str] = []
+    causes: list[str] = []
     for link in links:
-        Causes(link, heard)
+        Causes(link, causes)
     longest_s = 0.0
     for number, (word, side) in enumerate(itertools.product(WORDS, ("outbound", "inbound"))):
         how = (number + number // 4) % 4
         exchange(links)
         session, sessions = links[0]._state.session, links[0].sessions
         assert session is not None
-        heard.clear()
+        causes.clear()
         began_s = time.monotonic()
         corrupt(getattr(session, side).fd, word, how)
         while links[0].sessions == sessions:
             exchange(links)
             took_s = time.monotonic() - began_s
-            assert took_s < HEALS_S, f"{word} of the {side} ring, way {how}: {heard}"
+            assert took_s < HEALS_S, f"{word} of the {side} ring, way {how}: {causes}"
         longest_s = max(longest_s, took_s)
         exchange(links)
-        until(lambda: heard, lambda: "no cause was given")
-        assert re.search(CAUSES.get(word, OF_A_DESCRIPTION), " ".join(heard)), f"{word}, way {how}: {heard}"
+        until(lambda: causes, lambda: "no cause was given")
+        assert re.search(CAUSES.get(word, OF_A_DESCRIPTION), " ".join(causes)), f"{word}, way {how}: {causes}"
     sys.stdout.write(f"healed in {longest_s:.2f} s at most\n")
     said = [text for text in caplog.messages if "the host path is down (" in text]
     assert said[0].startswith("adaptra: link ")

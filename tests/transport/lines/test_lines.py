@@ -108,7 +108,7 @@ def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
     end = chain[0][1][1]
     monkeypatch.setattr(ControlConnections, "_reach", reach)
     break_line(chain[0][0], 1)
-    until(lambda: "No route to host" in end.down, "the link is not told")
+    until(lambda: "No route to host" in end.down, "the link is not reported")
     assert not end.failures, "it may have another path"
     chain[0][0].fail("TransportError: it has none")
     until(lambda: bool(end.failures), "no lost rank is named")

@@ -316,7 +316,7 @@ def _held(addresses: set[str]) -> dict[str, int]:
     }
 
 
-def strangers(make: Make) -> None:
+def intruders(make: Make) -> None:
     """Junk, oversized, replayed, half-open and too many connections change nothing, and are counted."""
     transport = make(handshake_s=1.0)
     exchange(transport, 0)
@@ -364,11 +364,11 @@ def _say(connection: socket.socket, what: bytes) -> None:
 
 def _answer(connection: socket.socket) -> bytes:
     """What comes after the challenge."""
-    heard = b""
+    answer = b""
     with contextlib.suppress(ConnectionError):  # hung up on with something unread
         while part := connection.recv(1 << 16):
-            heard += part
-    return heard[CHALLENGE_NBYTES:]
+            answer += part
+    return answer[CHALLENGE_NBYTES:]
 
 
 def held_until_acknowledged(make: Make) -> None:
@@ -459,8 +459,8 @@ def idle(make: Make) -> None:
     """An idle delegate wakes now and then, uses less than 0.5% of a core, and little memory.
 
     A virtual machine that its host gives no core at once is charged for waiting: milliseconds per wake. So a process
-    beside it that only wakes as often shows what the machine makes of that (a delegate, which is asked something, works
-    some times as much), and the quietest of some seconds counts.
+    next to it that only wakes as often shows what the machine makes of that (a delegate, which is asked something,
+    works some times as much), and the quietest of some seconds counts.
     """
     transport = make()
     exchange(transport, 0)
@@ -537,7 +537,7 @@ SCENARIOS = (
     rank_lost,
     parent_killed,
     nothing_leaks,
-    strangers,
+    intruders,
     held_until_acknowledged,
     back_pressure,
     closed,

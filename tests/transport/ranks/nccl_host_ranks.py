@@ -319,7 +319,7 @@ def full_launch_queue(here: Rank) -> None:
         assert freed(link)
 
 
-def end_beside_a_link_that_stands(here: Rank) -> None:
+def end_next_to_a_stalled_link(here: Rank) -> None:
     """To destroy a communicator frees memory, which waits for all that the device does, other links' receives too."""
     first, second = here.connected("first"), here.connected("second")
     if here.rank == 1:
@@ -349,7 +349,7 @@ CASES: dict[str, Callable[[Rank], None]] = {
         abort_while_it_connects,
         killed_while_a_receive_stands,
         full_launch_queue,
-        end_beside_a_link_that_stands,
+        end_next_to_a_stalled_link,
     )
 } | {f"killed_before_it_comes_{victim}": partial(killed_before_it_comes, victim=victim) for victim in range(2)}
 

@@ -18,7 +18,7 @@ class TwoEnds(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ends = [LinkOpenings(), LinkOpenings()]
-        self.told: list[Opening | None] = [None, None]
+        self.reported: list[Opening | None] = [None, None]
         self.agreed: list[list[int]] = [[], []]
         """By end, one number for each time that it went on."""
         self.gone_on = [False, False]
@@ -35,15 +35,15 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule(end=ENDS)
     def tell(self, end: int) -> None:
-        self.told[end] = self.ends[end].mine
+        self.reported[end] = self.ends[end].mine
 
     @rule(end=ENDS)
     def look(self, end: int) -> None:
-        """As `LinkOpener`: an end goes on with what it has told itself, and then looks no more."""
-        theirs, opening = self.told[1 - end], self.ends[end]
+        """As `LinkOpener`: an end goes on with what it has reported itself, and then looks no more."""
+        theirs, opening = self.reported[1 - end], self.ends[end]
         if theirs is None or not opening.mine.open or self.gone_on[end]:
             return
-        if opening.agreed(theirs) and self.told[end] == opening.mine:
+        if opening.agreed(theirs) and self.reported[end] == opening.mine:
             self.gone_on[end] = True
             self.agreed[end].append(opening.mine.number)
 

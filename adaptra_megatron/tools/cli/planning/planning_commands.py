@@ -392,7 +392,7 @@ def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) ->
     routed = asks_for_routing(options)
     if routed and (axes or options.blocking or asks_for_drawings(options) or options.schedule in ("planned", "online")):
         raise InputError(
-            "--slow-cell and --dead are timed beside a fixed schedule: leave out --blocking (stock's order, the "
+            "--slow-cell and --dead are timed with a fixed schedule: leave out --blocking (stock's order, the "
             "default, blocks), ranges, pictures, planned and online"
         )
     if options.schedule is None and not axes and not routed:

@@ -79,7 +79,7 @@ class Stage:
         )
         self.rings[0].write(description, content.ctypes.data, content.nbytes, time.monotonic() + LIMIT_S)
 
-    def hear(self) -> int:
+    def receive(self) -> int:
         assert self.rings is not None
         inbox = Inbox(max_message_nbytes=1 << 20, pooled_nbytes=0)
         event = inbox.next(self.rings[1], time.monotonic() + LIMIT_S)
@@ -129,7 +129,7 @@ def test_what_does_not_begin_over_verbs_falls_to_tcp_once_and_for_good(
     assert left.causes[-1] == why_unavailable([])
     for sender, receiver in ((left, right), (right, left)):
         sender.say(0)
-        assert receiver.hear() == 0
+        assert receiver.receive() == 0
     for victim in (left, right):
         sessions, process_id = left.sessions, victim.supervisor.process_id
         assert process_id is not None

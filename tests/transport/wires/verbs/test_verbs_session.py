@@ -123,14 +123,14 @@ class World:
     other: World
 
     def __init__(self) -> None:
-        self.heard: deque[VerbsMessage] = deque()
+        self.received: deque[VerbsMessage] = deque()
         self.written: set[int] = set()
         self.committed: list[int] = []
         self.released: list[int] = []
         self.claimed = self.taken = 0
 
     def send(self, message: VerbsMessage) -> None:
-        self.other.heard.append(message)
+        self.other.received.append(message)
 
     def release(self, chunk: int) -> None:
         assert chunk not in self.released
@@ -176,8 +176,8 @@ class Simulation:
             rail.deliver()
         for end in self.ends:
             end.claim()
-            while end.heard:
-                end.session.on_message(end.heard.popleft(), self.now_s)
+            while end.received:
+                end.session.on_message(end.received.popleft(), self.now_s)
             end.session.advance(self.now_s)
 
     def send(self, end: int, chunks: int) -> None:

@@ -100,8 +100,8 @@ def test_a_chunk_without_a_slot_is_refused() -> None:
 def test_messages_survive_any_cutting(step: int) -> None:
     stream = b"".join(map(encode, MESSAGES))
     decoder = VerbsDecoder()
-    heard = [message for at in range(0, len(stream), step) for message in decoder.feed(stream[at : at + step])]
-    assert heard == MESSAGES
+    decoded = [message for at in range(0, len(stream), step) for message in decoder.feed(stream[at : at + step])]
+    assert decoded == MESSAGES
 
 
 @pytest.mark.parametrize(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for Megatron-LM's `megatron.training` beside the installed megatron.core: what --adaptra hooks into."""
+"""Stands in for Megatron-LM's `megatron.training` next to the installed megatron.core: what --adaptra hooks into."""
