@@ -28,7 +28,7 @@ from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.measurements import measurement_of, stage_measurement
 from adaptra_megatron.control.stragglers.straggler_host import HostSampler
 from adaptra_megatron.engine.execution.executor import ClockTimer
-from adaptra_megatron.engine.reporting import arrival_records
+from adaptra_megatron.engine.measuring import arrival_records
 from adaptra_megatron.engine.sync_arrivals import ClockMoments, SyncWaits
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv

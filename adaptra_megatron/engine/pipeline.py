@@ -27,13 +27,14 @@ from adaptra_megatron.engine.dispatch import make_dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport, PipelineExecutor, make_timer
 from adaptra_megatron.engine.iteration_hooks import EngineFeature
 from adaptra_megatron.engine.iteration_work import IterationWork, Work
-from adaptra_megatron.engine.measuring import EndedIteration, Measuring
-from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
-from adaptra_megatron.engine.reporting import (
+from adaptra_megatron.engine.measuring import (
+    EndedIteration,
+    Measuring,
     make_telemetry,
     path_states,
     rank_figures,
 )
+from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
 from adaptra_megatron.engine.training_job import Counters, Job, JobEntry, listen_for
 from adaptra_megatron.megatron.computation import StageComputation
 from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, work_of

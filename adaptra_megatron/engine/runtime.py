@@ -23,9 +23,9 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.stage_memory import MemorySource
 from adaptra_megatron.engine.features import Decorate, MakeHooks, make_features
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature
+from adaptra_megatron.engine.measuring import make_telemetry
 from adaptra_megatron.engine.pipeline import Pipeline
 from adaptra_megatron.engine.rank_transports import keeps_stock
-from adaptra_megatron.engine.reporting import make_telemetry
 from adaptra_megatron.engine.training_job import join_job
 from adaptra_megatron.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.megatron.computation import MegatronComputation, StageComputation, stock_inputs

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, TextIO
+
+import msgspec
 
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.background_writer import BackgroundWriter, is_no_file
@@ -28,11 +30,37 @@ QUEUED_ITERATIONS = 256
 
 MAX_NBYTES = 64 << 20
 """About 5,000 iterations of 64 micro-batches."""
-KINDS = frozenset("FBIW")
 MOST_STAGES, MOST_CHUNKS, MOST_MICRO_BATCHES, MOST_NUMBER = 1 << 12, 1 << 10, 1 << 20, 1 << 48
 """Upper limits of numbers in a trace: readers make lists of that length."""
 LATEST_S = 1e12
 """Largest time, positive or negative, in seconds."""
+_Kind = Literal["F", "B", "I", "W"]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=MOST_NUMBER)]
+_Stage = Annotated[int, msgspec.Meta(ge=0, lt=MOST_STAGES)]
+_Chunk = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CHUNKS)]
+_MicroBatch = Annotated[int, msgspec.Meta(ge=0, lt=MOST_MICRO_BATCHES)]
+_Moment = Annotated[float, msgspec.Meta(gt=-LATEST_S, lt=LATEST_S)]
+
+
+class _WrittenHeader(msgspec.Struct):
+    """First line of a file."""
+
+    version: Any
+    rank: _Number
+    stage: _Stage
+    clock_offset_s: _Moment
+
+
+class _WrittenIteration(msgspec.Struct):
+    """Any other line. Unknown fields are ignored."""
+
+    iteration: _Number
+    records: list[tuple[_Kind, _Chunk, _MicroBatch, _Moment, _Moment, _Moment]]
+    arrivals: list[tuple[_Stage, _Kind, _Chunk, _MicroBatch, _Moment]] = []
+    clock_offset_s: _Moment | msgspec.UnsetType = msgspec.UNSET
+
+
+_HEADER, _ITERATION = msgspec.json.Decoder(_WrittenHeader), msgspec.json.Decoder(_WrittenIteration)
 
 
 class TraceError(ValueError):
@@ -201,14 +229,12 @@ def _header(path: Path, line: str) -> TraceHeader:
     if not line.endswith("\n"):
         raise TraceError(f"{path} is empty: its rank failed before it wrote the header")
     try:
-        header = json.loads(line)
-        version, rank, stage, offset_s = (header[key] for key in ("version", "rank", "stage", "clock_offset_s"))
-        rank, stage, offset_s = _whole(rank, MOST_NUMBER), _whole(stage, MOST_STAGES), _moment_s(offset_s)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        header = _HEADER.decode(line)
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}, line 1: expected a trace header, got {line[:80]!r}") from error
-    if version != FILE_VERSION:
-        raise TraceError(f"{path} has trace version {version!r}; this package reads version {FILE_VERSION}")
-    return TraceHeader(rank, stage, offset_s)
+    if header.version != FILE_VERSION:
+        raise TraceError(f"{path} has trace version {header.version!r}; this package reads version {FILE_VERSION}")
+    return TraceHeader(header.rank, header.stage, header.clock_offset_s)
 
 
 def read_trace(path: Path | str, damage: Callable[[str], object] | None = None) -> RankTrace:
@@ -234,8 +260,8 @@ def _read_file(path: Path, damage: Callable[[str], object] | None) -> RankTrace:
     arrivals: list[ArrivalRecord] = []
     for number, line in enumerate(lines[1:], start=2):
         try:
-            ran, arrived = _iteration(json.loads(line), stage, file_offset_s)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            ran, arrived = _records(_ITERATION.decode(line), stage, file_offset_s)
+        except (ValueError, RecursionError) as error:
             problem = f"{path}, line {number}: expected one iteration's records, got {line[:80]!r}"
             if damage is None:
                 raise TraceError(problem) from error
@@ -246,55 +272,21 @@ def _read_file(path: Path, damage: Callable[[str], object] | None) -> RankTrace:
     return RankTrace(rank=rank, stage=stage, records=tuple(records), arrivals=tuple(arrivals))
 
 
-def _iteration(
-    document: dict[str, Any], stage: int, file_offset_s: float
+def _records(
+    iteration: _WrittenIteration, stage: int, file_offset_s: float
 ) -> tuple[list[ActionRecord], list[ArrivalRecord]]:
-    """Return the records and arrivals of one line. Raises ValueError, TypeError, KeyError or AttributeError if it is
-    invalid."""
-    number, rows = _whole(document["iteration"], MOST_NUMBER), document["records"]
-    offset_s = _moment_s(document.get("clock_offset_s", file_offset_s))
+    """Return the records and arrivals of one line."""
+    number = iteration.iteration
+    offset_s = file_offset_s if iteration.clock_offset_s is msgspec.UNSET else iteration.clock_offset_s
     records = [
-        ActionRecord(
-            number,
-            stage,
-            _kind(kind),
-            _whole(chunk, MOST_CHUNKS),
-            _whole(micro_batch, MOST_MICRO_BATCHES),
-            *(_moment_s(moment_s) + offset_s for moment_s in (wait_start_s, start_s, end_s)),
-        )
-        for kind, chunk, micro_batch, wait_start_s, start_s, end_s in rows
+        ActionRecord(number, stage, kind, chunk, micro_batch, *(moment_s + offset_s for moment_s in moments_s))
+        for kind, chunk, micro_batch, *moments_s in iteration.records
     ]
     arrivals = [
-        ArrivalRecord(
-            number,
-            _whole(source, MOST_STAGES),
-            stage,
-            _kind(kind),
-            _whole(chunk, MOST_CHUNKS),
-            _whole(micro_batch, MOST_MICRO_BATCHES),
-            _moment_s(arrived_s) + offset_s,
-        )
-        for source, kind, chunk, micro_batch, arrived_s in document.get("arrivals", ())
+        ArrivalRecord(number, source, stage, kind, chunk, micro_batch, arrived_s + offset_s)
+        for source, kind, chunk, micro_batch, arrived_s in iteration.arrivals
     ]
     return records, arrivals
-
-
-def _whole(value: Any, limit: int) -> int:
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{value!r} is no number below {limit}")
-    return value
-
-
-def _moment_s(value: Any) -> float:
-    if type(value) not in (int, float) or not -LATEST_S < value < LATEST_S:
-        raise ValueError(f"{value!r} is no moment in seconds")
-    return float(value)
-
-
-def _kind(value: Any) -> str:
-    if value not in KINDS:
-        raise ValueError(f"{value!r} is no kind of action")
-    return str(value)
 
 
 def read_traces(directory: Path | str) -> list[RankTrace]:
