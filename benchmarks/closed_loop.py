@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.control.exchange import DELAY
+from adaptra_megatron.control.decisions import DELAY
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs

@@ -50,8 +50,9 @@ from control_plane_rank import (
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.handshake import connect
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.exchange import DELAY, decision_key
-from adaptra_megatron.control.sidecar.report_connections import CONNECT_S, PLANNER_KEY, address_of, framed, purpose_of
+from adaptra_megatron.control.decisions import DELAY
+from adaptra_megatron.control.exchange import decision_key
+from adaptra_megatron.control.sidecar.planner_connections import CONNECT_S, PLANNER_KEY, address_of, framed, purpose_of
 
 SHAPES = {64: (4, 8, 2), 1024: (8, 16, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}
 """By ranks: tensor lanes, stages, replicas."""

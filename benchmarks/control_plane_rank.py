@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Introduction, JobLayout, layout_of
 from adaptra_megatron.control.deciders.plan_state import Layout
-from adaptra_megatron.control.decisions import TelemetrySection
-from adaptra_megatron.control.exchange import DELAY, PlanExchange, decision_key, exchange_place
+from adaptra_megatron.control.decisions import DELAY, TelemetrySection
+from adaptra_megatron.control.exchange import PlanExchange, decision_key, exchange_place
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.control.sidecar.planner_client import Begin, PlannerClient
 from adaptra_megatron.telemetry.action_records import ActionRecord

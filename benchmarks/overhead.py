@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.deciders.decision_engine import iteration_sample
+from adaptra_megatron.control.deciders.decider import iteration_sample
 from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.measurements import measurement_of, stage_measurement
 from adaptra_megatron.control.stragglers.straggler_host import HostSampler

@@ -25,7 +25,7 @@ from control_plane import drain, resident_mb
 from control_plane_rank import say
 
 from adaptra_megatron.common.handshake import connect
-from adaptra_megatron.control.sidecar.report_connections import (
+from adaptra_megatron.control.sidecar.planner_connections import (
     CONNECT_S,
     HANDSHAKE_S,
     Gathering,
@@ -67,7 +67,7 @@ async def _take_in(listener: socket.socket, ranks: int, said: Connection) -> Non
         assert not gathering.take()[0].lost
         found = figures(begun_s)
         begun_s = time.process_time()
-        server.pass_on(iteration, DECISION)
+        server.send_all(iteration, DECISION)
         said.send({**found, "sending_cpu_s": time.process_time() - begun_s})
         begun_s = time.process_time()
 

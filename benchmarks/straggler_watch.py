@@ -27,7 +27,7 @@ from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.detector.straggler_arrivals import Row
 from adaptra_megatron.control.detector.straggler_causes import HostFigures
-from adaptra_megatron.control.sidecar.report_connections import address_of, framed
+from adaptra_megatron.control.sidecar.planner_connections import address_of, framed
 from adaptra_megatron.control.stragglers import straggler_watch as watches
 from adaptra_megatron.control.stragglers.straggler_reports import ADDRESS_KEY, PLACE, CellReport, ReportPace
 from adaptra_megatron.telemetry.events import Event

@@ -79,11 +79,10 @@ SOURCES: Mapping[str, Sequence[str]] = {
         *_in("benchmarks", "control_plane.py", "control_plane_rank.py"),
         *(
             f"{_PACKAGE}/control/exchange.py",
-            f"{_PACKAGE}/control/exchange.py",
-            f"{_PACKAGE}/control/exchange.py",
+            f"{_PACKAGE}/control/decisions.py",
             f"{_PACKAGE}/common/typed_messages.py",
         ),
-        *(f"{_PACKAGE}/control/sidecar/planner_process.py", f"{_PACKAGE}/control/sidecar/report_connections.py"),
+        *(f"{_PACKAGE}/control/sidecar/planner_process.py", f"{_PACKAGE}/control/sidecar/planner_connections.py"),
     ),
     "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_FAULT_TOLERANCE),
     "deaths_campaign.md": ("campaigns/deaths.py", "campaigns/death_stories.py", f"{_PACKAGE}/elastic"),

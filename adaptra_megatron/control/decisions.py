@@ -1,22 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define decisions: what all ranks run in one iteration, in sections that are decided separately.
+"""Define decisions: what all ranks run in one iteration, in sections that are decided separately, and when it begins.
+
+Contract of decisions, for all ranks that one leader decides for:
+
+1. *Making.* The planner process makes a decision from measurements of all ranks, and encodes it once. It sends these
+   bytes to the leader alone, in its answer.
+2. *Sealing.* The leader's `DecisionWriter` seals decisions, one per iteration, in ascending order, each iteration once.
+   Nothing else gives a decision its iteration.
+3. *Taking effect.* A measurement of iteration k leads to the decision of k + DELAY. If that is sealed already, the
+   decision takes effect in the first iteration that is not. Late decisions are merged, section by section (`then`).
+4. *Without a new decision.* When the leader's training begins an iteration that is not sealed, the writer seals what
+   stays in force (`kept`). No training waits for a planner.
+5. *Spreading.* The leader names a sealed decision, and the planner process sends the bytes that it has made to all
+   other ranks, once. The leader sends bytes only of what it has made itself (rules 3 and 4). It writes the same bytes
+   to the job's store, for ranks without a connection. So each process encodes or decodes a decision once. Routes are
+   sent once the orders of all cells are in the store.
+6. *Reading.* No rank begins an iteration before it has that iteration's decision.
+7. *The planner process fails or hangs*: what it has not answered is lost, and what is in force stays. Another process
+   starts from there. What is sealed spreads by the job's store.
+8. *The leader fails*: a rank that waits raises ExchangeError within its timeout. A decision that only some ranks have
+   read is not run: an iteration needs all of them. Live ranks agree anew (elastic), or the job ends. If the order is
+   fixed (a given plan, stock's order), training goes on by it instead.
+9. *Another rank fails*: it is not waited for; an iteration without its measurement makes no decision.
+
+Why: two writers could seal different decisions of one iteration, and ranks that run different orders deadlock. So the
+one that seals is in the process that knows when an iteration begins; a planner process that hangs or dies between
+making and sealing then costs a plan, and no agreement. Content goes around the leader's encoder because that runs in a
+training process.
 
 To add a decider: a class that implements `Decider`, and a field of `Decision` whose type is a `Section`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adaptra_megatron.common.typed_messages import Decoder, encoded
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.schedule.native import decode_orders, encode_schedule
 from adaptra_megatron.telemetry.action_records import Iterations
 from adaptra_megatron.telemetry.scalars import JobFigures
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing has none in Python 3.10
 
+DELAY = 2
+"""Iterations from a measurement to the first iteration that its decision can change."""
 MAX_DECISION_NBYTES, MOST_FIGURES_NBYTES = 1 << 26, 1 << 22
 """Limits of an encoded decision, and of the figures in it."""
 
@@ -48,15 +81,52 @@ class Section:
 
 @dataclass(frozen=True)
 class Order(Section):
-    """A new order of actions."""
+    """A new order of actions.
 
-    csv: str
-    costs: str
-    """The costs it was planned for, as JSON of `costs_to_json`. All ranks post their receives by them."""
-    caps: tuple[float | None, ...]
-    """Activations that each stage may hold under this order."""
-    released_at_backward_input: tuple[float, ...]
-    """By stage: the fraction of an activation that the caps count as freed by an input gradient."""
+    Raises ValueError at construction for actions that the costs do not have; rules of schedules are checked where it
+    is installed.
+    """
+
+    codes: tuple[tuple[int, ...], ...]
+    """By stage: the actions as numbers, see `schedule.native`."""
+    costs: Costs
+    """The costs it was planned for, with the caps that it keeps. All ranks post their receives by them."""
+    combined: tuple[tuple[int, ...], ...] = ()
+    """By stage: places of the forwards that run as one with the backward behind them. Empty if there are none."""
+
+    def __post_init__(self) -> None:
+        costs = self.costs
+        limit = 4 * costs.micro_batches * costs.chunks
+        known = all(0 <= min(row, default=0) <= max(row, default=0) < limit for row in self.codes)
+        if len(self.codes) != costs.stages or not known:
+            raise ValueError(
+                f"an order of {len(self.codes)} stages, with actions that are not all below {limit}, is none for costs "
+                f"of {costs.stages} stages, {costs.micro_batches} micro-batches and {costs.chunks} chunks"
+            )
+        pairs = zip(self.codes, self.combined or ((),) * costs.stages, strict=True)
+        if not all(0 <= place < len(row) for row, places in pairs for place in places):
+            raise ValueError("an order combines actions that it does not have")
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs) -> Order:
+        """Encode `schedule`, which was planned for `costs`."""
+        combined: tuple[tuple[int, ...], ...] = ()
+        if schedule.combines:
+            combined = tuple(
+                tuple(place for place, action in enumerate(order) if action.combined) for order in schedule.orders
+            )
+        return cls(tuple(map(tuple, encode_schedule(schedule))), costs, combined)
+
+    def schedule(self) -> Schedule:
+        """Decode the schedule."""
+        found = decode_orders(self.codes, self.costs)
+        if not self.combined:
+            return found
+        orders = [list(order) for order in found.orders]
+        for order, places in zip(orders, self.combined, strict=True):
+            for place in places:
+                order[place] = order[place]._replace(combined=True)
+        return replace(found, orders=tuple(map(tuple, orders)))
 
 
 @dataclass(frozen=True)
@@ -174,9 +244,79 @@ class Decision:
             merged[name] = part if before is None else before if part is None else before.then(part)
         return Decision(later.number, **merged)
 
+    def without_orders(self) -> Decision:
+        """Return the decision without the orders of routes, as ranks get it."""
+        return self if self.routing is None else replace(self, routing=replace(self.routing, orders={}))
+
     def _sections(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
 
 decision_of: Decoder[Decision] = Decoder(Decision, MAX_DECISION_NBYTES)
 """Decode a decision. Raises ValueError if it is malformed."""
+
+
+class MadeDecision(NamedTuple):
+    """A decision of the planner process, and its bytes, which go to all ranks."""
+
+    until: int
+    """The latest iteration that it was made from."""
+    decision: Decision
+    packet: bytes
+    """The encoded decision, without the orders of routes: each rank reads its own cell's in the store."""
+
+
+class DecisionWriter:
+    """Seals one decision per iteration, for the planner or for the training thread that needs it now (rules 2 to 4).
+
+    `needed(k)` always comes before `decided(k, ...)`: an iteration has to run before it is measured. Thread-safe.
+    """
+
+    def __init__(self, write: Callable[[int, Decision, bytes | None], None], first: int = 0) -> None:
+        """Set up. `write(iteration, decision, packet)` spreads once per iteration, in ascending order; it may raise
+        RuntimeError. `packet`: None if the decision was made here. `first`: the first measured iteration."""
+        self._write = write
+        self._lock = threading.Lock()
+        self._next = first + DELAY
+        """The first iteration without a written decision."""
+        self._latest = Decision(0)
+        self._waiting: tuple[Decision, bytes | None] | None = None
+        """The decision that is not sealed yet, and its bytes if the planner process has made it as it is."""
+        self._recent: dict[int, Decision] = {}
+
+    @property
+    def in_force(self) -> Decision:
+        """Return the decision that stays in force if no new one is made."""
+        with self._lock:
+            return (self._latest if self._waiting is None else self._waiting[0]).kept()
+
+    def decided(self, iteration: int, decision: Decision, packet: bytes | None = None) -> None:
+        """Take in `decision`, made from all measurements up to `iteration`. `packet`: its bytes; None if it was not
+        made by the planner process."""
+        with self._lock:
+            self._waiting = (decision, packet) if self._waiting is None else (self._waiting[0].then(decision), None)
+            while self._next <= iteration + DELAY:
+                self._write_next()
+
+    def needed(self, iteration: int) -> Decision:
+        """Return the decision of `iteration`, which the training is about to run. If there is none yet, the latest one
+        stays."""
+        with self._lock:
+            while self._next <= iteration:
+                self._write_next()
+            return self._recent[iteration]
+
+    def published(self, iteration: int) -> Decision | None:
+        """Return the decision of a recent iteration; None if it is not made yet, or no longer kept."""
+        with self._lock:
+            return self._recent.get(iteration)
+
+    def _write_next(self) -> None:
+        # Only what stays in force: a forecast or a probe is for one iteration.
+        decision, packet = (self._latest.kept(), None) if self._waiting is None else self._waiting
+        self._write(self._next, decision, packet)
+        self._waiting, self._latest = None, decision
+        self._recent[self._next] = decision
+        # The training thread is at most DELAY iterations behind the last written one, and may still read those.
+        self._recent.pop(self._next - 2 * DELAY, None)
+        self._next += 1

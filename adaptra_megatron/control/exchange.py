@@ -31,69 +31,23 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.decisions import Decision, RoutingSection, decision_of
+from adaptra_megatron.control.decisions import (
+    DELAY,
+    Decision,
+    DecisionWriter,
+    MadeDecision,
+    RoutingSection,
+    decision_of,
+)
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.sidecar.planner_client import NoDecisionError
-from adaptra_megatron.control.sidecar.report_connections import PLANNER_KEY, Address, ReportLink, address_of, purpose_of
-
-DELAY = 2
-"""Iterations from a measurement to the first iteration that its decision can change."""
-
-
-class DecisionWriter:
-    """The leader's writer of decisions: one per iteration, by the planner or by the training thread that needs it now.
-
-    A decision that is too late for its iteration takes effect in the next iteration without one. `needed(k)` always
-    comes before `decided(k, ...)`: an iteration has to run before it is measured.
-    """
-
-    def __init__(self, write: Callable[[int, Decision], None], first: int = 0) -> None:
-        """Set up. `write(iteration, decision)` publishes once per iteration, in ascending order; it may raise
-        RuntimeError. `first`: the first measured iteration."""
-        self._write = write
-        self._lock = threading.Lock()
-        self._next = first + DELAY
-        """The first iteration without a written decision."""
-        self._latest = Decision(0)
-        self._waiting: Decision | None = None
-        self._recent: dict[int, Decision] = {}
-
-    @property
-    def in_force(self) -> Decision:
-        """Return the decision that stays in force if no new one is made."""
-        with self._lock:
-            return (self._waiting or self._latest).kept()
-
-    def decided(self, iteration: int, decision: Decision) -> None:
-        """Take in `decision`, made from all measurements up to `iteration`."""
-        with self._lock:
-            self._waiting = decision if self._waiting is None else self._waiting.then(decision)
-            while self._next <= iteration + DELAY:
-                self._write_next()
-
-    def needed(self, iteration: int) -> Decision:
-        """Return the decision of `iteration`, which the training is about to run. If there is none yet, the latest one
-        stays."""
-        with self._lock:
-            while self._next <= iteration:
-                self._write_next()
-            return self._recent[iteration]
-
-    def published(self, iteration: int) -> Decision | None:
-        """Return the decision of a recent iteration; None if it is not made yet, or no longer kept."""
-        with self._lock:
-            return self._recent.get(iteration)
-
-    def _write_next(self) -> None:
-        # Only what stays in force: a forecast or a probe is for one iteration.
-        decision = self._latest.kept() if self._waiting is None else self._waiting
-        self._write(self._next, decision)
-        self._waiting, self._latest = None, decision
-        self._recent[self._next] = decision
-        # The training thread is at most DELAY iterations behind the last written one, and may still read those.
-        self._recent.pop(self._next - 2 * DELAY, None)
-        self._next += 1
-
+from adaptra_megatron.control.sidecar.planner_connections import (
+    PLANNER_KEY,
+    Address,
+    ReportLink,
+    address_of,
+    purpose_of,
+)
 
 LOOK_UP_S = 1.0
 """Seconds that `close` waits for a thread, which may be blocked on the store."""
@@ -326,15 +280,15 @@ class DecidingPlanner(Protocol):
     def address(self) -> Address:
         """Address that the other ranks connect to."""
 
-    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
-        """Return the latest iteration that all ranks have reported, and the decision made from it.
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> MadeDecision:
+        """Return the decision made from all iterations that all ranks have reported.
 
         `own`: this rank's measurements since the last call, encoded, with their iterations. The caller logs exceptions
         and keeps the current plan.
         """
 
-    def pass_on(self, iteration: int, decision: bytes) -> None:
-        """Send a decision to the other ranks. Thread-safe."""
+    def spread(self, iteration: int, packet: bytes) -> None:
+        """Have a sealed decision sent to the other ranks. Thread-safe."""
 
     def close(self) -> None:
         """End the planner, from another thread, together with a call of `decide` that still waits."""
@@ -363,7 +317,7 @@ class DecisionPublisher:
         """Iterations without a decision of the planner."""
         self._kept: deque[int] = deque()
         """Iterations whose decisions are still in the store: some rank may not have read them."""
-        self._unpublished: queue.SimpleQueue[tuple[int, Decision]] = queue.SimpleQueue()
+        self._unpublished: queue.SimpleQueue[tuple[int, Decision, bytes | None]] = queue.SimpleQueue()
         self._urgent: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """True for each decision of the training thread; False ends the thread."""
         self._publishing = threading.Lock()
@@ -399,10 +353,10 @@ class DecisionPublisher:
                 self._storing.put(None)  # after all that the others have for it
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
-    def _write(self, iteration: int, decision: Decision) -> None:
+    def _write(self, iteration: int, decision: Decision, packet: bytes | None) -> None:
         if self._lost is not None:
             raise self._lost
-        self._unpublished.put((iteration, decision))
+        self._unpublished.put((iteration, decision, packet))
         # The first thread publishes its own decisions right after this. It may be waiting for the planner while the
         # training thread decides, which therefore needs another thread.
         if threading.current_thread() is not self._threads[0]:
@@ -416,22 +370,21 @@ class DecisionPublisher:
         """Send all decisions made so far, and queue their writes to the store."""
         with self._publishing:
             while not self._unpublished.empty():
-                iteration, decision = self._unpublished.get()
-                # Every rank gets the decision, but only the order of its own cell.
+                iteration, decision, packet = self._unpublished.get()
+                if packet is None:
+                    packet = encoded(decision.without_orders())
                 if (routing := decision.routing) is not None:
-                    packet = encoded(replace(decision, routing=replace(routing, orders={})))
                     self._storing.put(functools.partial(self._put_routed, iteration, routing, packet))
                 else:
-                    packet = encoded(decision)
                     self._storing.put(functools.partial(self._writing.set, decision_key(iteration), packet))
-                    self._planner.pass_on(iteration, packet)
+                    self._planner.spread(iteration, packet)
 
     def _put_routed(self, iteration: int, routing: RoutingSection, packet: bytes) -> None:
         """Write the orders and the decision to the store, then send the decision: a rank that gets it reads its order
         there."""
         self._publish_orders(routing)
         self._writing.set(decision_key(iteration), packet)
-        self._planner.pass_on(iteration, packet)
+        self._planner.spread(iteration, packet)
 
     def _store(self) -> None:
         """Run the queued writes until closed. The first error fails the next decision."""
@@ -484,9 +437,9 @@ class DecisionPublisher:
     def _decide(self, own: Sequence[tuple[int, bytes]]) -> None:
         """Have the planner decide, and publish the decision; if it fails, the current plan stays. Raises RuntimeError
         if the store failed."""
-        begun_s, until = time.monotonic(), None
+        begun_s, until, packet = time.monotonic(), None, None
         try:
-            until, decision = self._planner.decide(own)
+            until, decision, packet = self._planner.decide(own)
         except NoDecisionError as error:
             # `close` ends the planner's call with this error, too.
             if self._closed.is_set():
@@ -499,7 +452,7 @@ class DecisionPublisher:
             logger.exception("planning failed, plan %d stays", decision.number)
         # If the planner has failed, nobody knows which reports were complete: all of them count as decided.
         iteration = self._open[-1] if until is None else until
-        self.decisions.decided(iteration, decision)
+        self.decisions.decided(iteration, decision, packet)
         self._publish()
         if until is not None:
             self._forget(until)

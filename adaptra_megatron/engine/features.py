@@ -66,7 +66,8 @@ class StragglerMonitoring(EngineFeature):
             return IterationHooks(pipeline)
         from adaptra_megatron.engine.sync_arrivals import MonitoredIterations, arrivals_of
 
-        return MonitoredIterations(pipeline, arrivals_of(pipeline.job, self._config, pipeline.telemetry, self.waits))
+        given = pipeline.job, self._config, pipeline.telemetry, self.waits, pipeline.planner
+        return MonitoredIterations(pipeline, arrivals_of(*given))
 
     def stock_hooks(self, job: Job, telemetry: RunTelemetry) -> StockHooks:
         if job.layout.replicas < 2:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -38,8 +37,6 @@ from adaptra_megatron.engine.rank_transports import has_serial_queue, make_trans
 from adaptra_megatron.engine.training_job import Counters, Job, JobEntry, listen_for
 from adaptra_megatron.megatron.computation import StageComputation
 from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, work_of
-from adaptra_megatron.schedule.costs import costs_from_json
-from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock
@@ -488,9 +485,9 @@ class Pipeline:
             if asked.policy == "off":
                 self.exchange.leave()
         if order is not None:
-            planned = schedule_from_csv(order.csv, chunks=self.book.layout.chunks)
-            costs = costs_from_json(json.loads(order.costs))
-            self.book.install(planned, decision.number, order.caps, order.released_at_backward_input, costs)
+            costs = order.costs
+            released = costs.released_at_backward_input
+            self.book.install(order.schedule(), decision.number, costs.max_in_flight, released, costs)
             self.works.forget()
         self.book.number = max(self.book.number, decision.number)  # a given plan has a number, too
         self.telemetry.switch(self.book.number, **({} if forecast is None else asdict(forecast)))

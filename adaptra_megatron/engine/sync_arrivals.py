@@ -19,6 +19,7 @@ import torch
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.detector.straggler_arrivals import Row
+from adaptra_megatron.control.sidecar.planner_client import PlannerClient
 from adaptra_megatron.control.stragglers.straggler_watch import StragglerWatch
 from adaptra_megatron.engine.iteration_hooks import IterationHooks, StockHooks
 from adaptra_megatron.engine.measuring import EndedIteration
@@ -188,13 +189,17 @@ def moments_of(device: torch.device) -> Moments:
     )
 
 
-def arrivals_of(job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits) -> SyncArrivals:
-    """Return this rank's arrivals, and begin to measure `waits` if they are needed."""
+def arrivals_of(
+    job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits, planner: PlannerClient | None = None
+) -> SyncArrivals:
+    """Return this rank's arrivals, and begin to measure `waits` if they are needed. `planner`: whose processes find
+    stragglers, too; None if this rank has none."""
     layout = job.layout
     ranks = [layout.reporter(cell) for cell in layout.cells]
     watch = StragglerWatch(
         *(layout, job.control, telemetry, config.host_policy),
         lambda: listen_for(layout, ranks, config, "so replicas that come last are not found"),
+        host=None if planner is None else planner.host,
     )
     if watch.measures:
         waits.want(moments_of(current_device()))

@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.exchange import DecisionWriter
+from adaptra_megatron.control.decisions import Decision, DecisionWriter
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from testing.faults.emulated_compute import EmulatedCompute

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.gathering import gather_layout
 from adaptra_megatron.common.layout import Introduction, JobLayout, layout_of
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control import clocks
 from adaptra_megatron.control.clocks import RelatedClock
-from adaptra_megatron.control.decisions import Decision, LinkName, Order, Paths
-from adaptra_megatron.control.exchange import DELAY, ExchangeError, PlanExchange, exchange_place
+from adaptra_megatron.control.decisions import DELAY, Decision, LinkName, MadeDecision, Order, Paths
+from adaptra_megatron.control.exchange import ExchangeError, PlanExchange, exchange_place
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.control.sidecar.report_connections import Address, Gathering, ReportServer, Round, round_of
+from adaptra_megatron.control.sidecar.planner_connections import Address, Gathering, ReportServer, Round, round_of
+from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
@@ -89,17 +91,18 @@ class InProcess:
             if self._gathering.add(rank, iteration, report):
                 self._news.notify_all()
 
-    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> MadeDecision:
         with self._news:
             for iteration, report in own:
                 self._gathering.expect(iteration)
                 self._gathering.add(self._rank, iteration, report)
             self._news.wait_for(lambda: self._gathering.over)
             over = self._gathering.take()
-        return over[-1].iteration, self._plan([round_of(reported) for reported in over])
+        decision = self._plan([round_of(reported) for reported in over])
+        return MadeDecision(over[-1].iteration, decision, encoded(decision))
 
-    def pass_on(self, iteration: int, decision: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._server.pass_on, iteration, decision)
+    def spread(self, iteration: int, packet: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._server.send_all, iteration, packet)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -113,8 +116,11 @@ def exchange_of(decide: Callable[[Sequence[Round]], Decision], **options: bool) 
     return PlanExchange(control, job, planner, TIMEOUT_S, **options)
 
 
+COSTS = uniform_costs(1, 100, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+
+
 def plan(number: int) -> Order:
-    return Order(f"plan {number}", "{}", (4.0,), (0.0,))
+    return Order(((number,),), COSTS)
 
 
 def measurement(iteration: int) -> StageMeasurement:

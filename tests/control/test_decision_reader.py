@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.handshake import accept
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.exchange import DELAY, DecisionReader, decision_key
-from adaptra_megatron.control.sidecar.report_connections import HEAD, PLANNER_KEY, Address, framed
+from adaptra_megatron.control.decisions import DELAY, Decision
+from adaptra_megatron.control.exchange import DecisionReader, decision_key
+from adaptra_megatron.control.sidecar.planner_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 MEASURED = MeasuredJob().measure(1.0)[1]

@@ -9,8 +9,11 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.decisions import (
+    DELAY,
     Decision,
+    DecisionWriter,
     Forecast,
     LinkName,
     Order,
@@ -18,22 +21,30 @@ from adaptra_megatron.control.decisions import (
     Paths,
     TelemetrySection,
 )
-from adaptra_megatron.control.exchange import DELAY, DecisionWriter
+from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.telemetry.scalars import JobFigures
 from adaptra_megatron.telemetry.trace_requests import Iterations
 
 LINKS = (LinkName(0, 0, 1), LinkName(0, 1, 2))
 
 
+COSTS = uniform_costs(1, 100, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+
+
 def plan(number: int) -> Order:
-    return Order(f"plan {number}", "{}", (4.0,), (0.0,))
+    return Order(((number,),), COSTS)
 
 
 def play(steps: list[tuple[bool, bool, bool]]) -> tuple[list[tuple[int, Decision]], list[Decision]]:
     """A step is one iteration of the training: whether the planner has caught up with what was measured by then, and
     whether it found another order or other paths. Returns what was written, and what the planner decided."""
     written: list[tuple[int, Decision]] = []
-    writer = DecisionWriter(lambda iteration, decision: written.append((iteration, decision)))
+
+    def write(iteration: int, decision: Decision, packet: bytes | None) -> None:
+        assert packet in (None, encoded(decision)), "its bytes are those of another decision"
+        written.append((iteration, decision))
+
+    writer = DecisionWriter(write)
     number, diverted, decided = 0, (), []
     for iteration, (plans, order, paths) in enumerate(steps):
         if iteration >= DELAY:
@@ -43,7 +54,7 @@ def play(steps: list[tuple[bool, bool, bool]]) -> tuple[list[tuple[int, Decision
             diverted = LINKS[: (len(diverted) + 1) % 3] if paths else diverted
             decision = Decision(number, plan(number) if order else None, paths=Paths(diverted))
             decided.append(decision)
-            writer.decided(iteration - 1, decision)
+            writer.decided(iteration - 1, decision, encoded(decision))
     writer.needed(len(steps) + DELAY)
     return written, decided
 
@@ -70,7 +81,7 @@ def test_each_iteration_has_one_decision_and_the_latest_one_comes_into_force(
 
 def test_a_late_decision_carries_what_came_before_it() -> None:
     written: list[tuple[int, Decision]] = []
-    writer = DecisionWriter(lambda iteration, decision: written.append((iteration, decision)))
+    writer = DecisionWriter(lambda iteration, decision, _: written.append((iteration, decision)))
     assert writer.needed(4) == Decision(0), "nothing has been decided"
     asked, later = (Iterations(3, 4),), (Iterations(7, 8),)
     figures = PackedFigures.of(JobFigures(bubble_fraction=0.5))
@@ -83,9 +94,20 @@ def test_a_late_decision_carries_what_came_before_it() -> None:
     assert [iteration for iteration, _ in written] == [2, 3, 4, 5, 6]
 
 
+def test_bytes_of_the_planner_process_go_on_as_they_are_unless_the_decision_is_merged_or_kept() -> None:
+    written: list[bytes | None] = []
+    writer = DecisionWriter(lambda iteration, decision, packet: written.append(packet))
+    writer.decided(0, Decision(1), b"first")
+    writer.needed(4)
+    writer.decided(1, Decision(2), b"second")
+    writer.decided(2, Decision(3), b"third")
+    assert writer.needed(5).number == 3
+    assert written == [b"first", None, None, None]
+
+
 def test_iterations_are_decided_on_from_the_second_after_the_first_that_is_measured() -> None:
     written: list[int] = []
-    writer = DecisionWriter(lambda iteration, decision: written.append(iteration), first=7)
+    writer = DecisionWriter(lambda iteration, decision, _: written.append(iteration), first=7)
     writer.decided(7, Decision(1))
     assert writer.needed(10) == Decision(1)
     assert written == [9, 10]
@@ -103,7 +125,7 @@ def test_a_later_decision_without_a_section_leaves_it() -> None:
 def test_planner_and_training_may_come_at_the_same_moment() -> None:
     written: list[int] = []
 
-    def write(iteration: int, decision: Decision) -> None:
+    def write(iteration: int, decision: Decision, packet: bytes | None) -> None:
         time.sleep(0.0005)
         written.append(iteration)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
 from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
 from adaptra_megatron.control.decisions import Forecast, Paths
 from adaptra_megatron.control.sidecar.planner_client import PathPolicy
-from adaptra_megatron.schedule.costs import costs_from_json
-from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.event_log import read_events
@@ -71,9 +68,9 @@ def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry
     assert [decision.order is not None for decision in decisions[:12]] == [n in (1, 6) for n in range(12)]
     for index in (1, 6):
         order: Any = decisions[index].order
-        schedule = schedule_from_csv(order.csv, chunks=1)
+        schedule = order.schedule()
         check_schedule(schedule, max_in_flight=(8,) * 4)
-        planned_for = costs_from_json(json.loads(order.costs))
+        planned_for = order.costs
         assert decisions[index].forecast is not None
         assert simulate(schedule, planned_for).makespan_s == decisions[index].forecast.predicted_s
     telemetry.close()

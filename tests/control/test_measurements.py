@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.deciders.decider import InUse, estimate_costs, link_figures, paths_in_use
-from adaptra_megatron.control.deciders.decision_engine import BUFFERED_NBYTES, iteration_sample
+from adaptra_megatron.control.deciders.decider import (
+    BUFFERED_NBYTES,
+    InUse,
+    estimate_costs,
+    iteration_sample,
+    link_figures,
+    paths_in_use,
+)
 from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.detector.observations import DetectorSettings, Estimates, LinkId, StageId

@@ -18,12 +18,12 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.deciders.plan_state import Layout
-from adaptra_megatron.control.decisions import Decision, TelemetrySection
-from adaptra_megatron.control.exchange import DELAY, DecisionPublisher, PlanExchange, exchange_place
+from adaptra_megatron.control.decisions import DELAY, Decision, TelemetrySection
+from adaptra_megatron.control.exchange import DecisionPublisher, PlanExchange, exchange_place
 from adaptra_megatron.control.sidecar import planner_client as keeper
-from adaptra_megatron.control.sidecar import report_connections
+from adaptra_megatron.control.sidecar import planner_connections
 from adaptra_megatron.control.sidecar.planner_client import Begin, PlannerClient
-from adaptra_megatron.control.sidecar.report_connections import MOST_AWAITED, PLANNER_KEY, Address
+from adaptra_megatron.control.sidecar.planner_connections import MOST_AWAITED, PLANNER_KEY, Address
 from adaptra_megatron.telemetry.events import Event
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
@@ -146,8 +146,8 @@ def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
 ) -> None:
     """Refused, and as a firewall does: no answer."""
     monkeypatch.setattr(keeper, "LATE_S", 0.2)
-    monkeypatch.setattr(report_connections, "_PAUSE_S", (0.01, 0.02))
-    monkeypatch.setattr(report_connections, "CONNECT_S", 0.2)
+    monkeypatch.setattr(planner_connections, "_PAUSE_S", (0.01, 0.02))
+    monkeypatch.setattr(planner_connections, "CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         waiting = [socket.socket() for _ in range(4)]  # more than it has room for, so the next gets no answer

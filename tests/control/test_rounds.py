@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.control.sidecar.report_connections import MOST_AWAITED, Gathering
+from adaptra_megatron.control.sidecar.planner_connections import MOST_AWAITED, Gathering
 
 RANKS = (3, 4, 8)
 

@@ -17,16 +17,15 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.handshake import accept
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.decisions import Decision, decision_of
+from adaptra_megatron.control.decisions import DELAY, Decision, MadeDecision, decision_of
 from adaptra_megatron.control.exchange import (
-    DELAY,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     DecisionPublisher,
     DecisionReader,
     decision_key,
 )
-from adaptra_megatron.control.sidecar.report_connections import HEAD, PLANNER_KEY, Address, framed
+from adaptra_megatron.control.sidecar.planner_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 
@@ -39,11 +38,11 @@ class Idle:
         self.passed_on: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         """Iterations and numbers of plans."""
 
-    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
-        return own[-1][0], Decision(1)
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> MadeDecision:
+        return MadeDecision(own[-1][0], Decision(1), encoded(Decision(1)))
 
-    def pass_on(self, iteration: int, decision: bytes) -> None:
-        self.passed_on.put((iteration, decision_of(decision).number))
+    def spread(self, iteration: int, packet: bytes) -> None:
+        self.passed_on.put((iteration, decision_of(packet).number))
 
     def close(self) -> None:
         pass

@@ -23,7 +23,7 @@ BY_FLAG += ("gradsync.all_reduce_algorithms", "telemetry.event_log", "telemetry.
 BY_FLAG += (
     "telemetry.trace",
     "control.deciders.path_decider",
-    "control.deciders.replanner",
+    "control.deciders.decision_engine",
     "schedule.planner",
 )
 BY_FLAG += ("control.stragglers.straggler_host", "transport.gpu.device_copies", "transport.device_session.nccl_link")

@@ -35,6 +35,8 @@ from adaptra_megatron.control.measurements import (
     measurement_of,
 )
 from adaptra_megatron.control.stage_memory import StageMemory
+from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.action_records import ActionRecord, Iterations
 from adaptra_megatron.telemetry.scalars import JobFigures, LinkFigures, MemoryFigures
 from adaptra_megatron.transport.delegate import delegate_control as control
@@ -153,7 +155,12 @@ _MEASUREMENT = StageMeasurement(
 )
 _DECISION = Decision(
     3,
-    Order("F,0,0", "{}", (1.0, None), (0.0, 0.0)),
+    Order.of(
+        one_f_one_b(2, 2),
+        uniform_costs(
+            *(2, 2), forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, links={(0, 1): LinkCost(0.5)}
+        ).with_micro_batches({"forward_s": (((1.0, 3.0),), ((2.0, 2.0),))}),
+    ),
     Forecast(1.0, None),
     Paths((LinkName(0, 1, 2),)),
     RoutingSection(1, 4, (Moved(0, 0, 1, 2),), {"0.0": "{}"}, (1.0, 1.5)),

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch.distributed as dist
@@ -23,12 +24,15 @@ from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
 from adaptra_megatron.common.typed_messages import encoded, packed, unpacked
 from adaptra_megatron.control.decisions import Decision, Forecast, LinkName, Order, Paths, decision_of
 from adaptra_megatron.control.exchange import DecisionReader, decision_key
+from adaptra_megatron.schedule.classic import interleaved_combined, one_f_one_b
+from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.failover.control_messages import MOST_PROBES, CreateSession, Measure, decode_note
 from adaptra_megatron.transport.failover.path_sender import Sender
 from adaptra_megatron.transport.link_paths import PathSettings
 
 SECRET = b"s" * 32
+COSTS = uniform_costs(2, 3, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, max_in_flight=1.5)
 executed: list[str] = []
 
 
@@ -62,14 +66,36 @@ def test_what_is_no_decision_is_an_error_at_once_and_never_code(sealed: bool) ->
 
 def test_a_decision_comes_as_it_was_written() -> None:
     job = ControlOver(dist.HashStore())
-    decision = Decision(
-        7, Order("F,0", "{}", (1.5, None), (0.0, 0.5)), Forecast(1.0, None), Paths((LinkName(0, 1, 2),))
-    )
+    decision = Decision(7, Order.of(one_f_one_b(2, 3), COSTS), Forecast(1.0, None), Paths((LinkName(0, 1, 2),)))
     job.client("here").set(decision_key(2), encoded(decision))
     reader = DecisionReader(job, "here", layout([[0, 1]], 1), 10.0)
     reader.post(0, MeasuredJob().measure(1.0)[1])
     assert reader.needed(2) == decision
+    assert decision.order is not None
+    assert decision.order.schedule() == one_f_one_b(2, 3)
     reader.close()
+
+
+def test_combined_actions_of_an_order_travel_with_it() -> None:
+    schedule = interleaved_combined(2, 4, 2)
+    costs = uniform_costs(2, 4, chunks=2, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+    travelled = decision_of(encoded(Decision(1, Order.of(schedule, costs))))
+    assert travelled.order is not None
+    assert schedule.combines
+    assert travelled.order.schedule() == schedule
+    with pytest.raises(ValueError, match="combines actions that it does not have"):
+        Order(((0,), (1,)), COSTS, ((0,), (1,)))
+
+
+@pytest.mark.parametrize("codes", [((0,),), ((0,), (12,)), ((-1,), (0,))])
+def test_actions_that_the_costs_do_not_have_are_no_order(codes: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="is none for costs of 2 stages, 3 micro-batches and 1 chunks"):
+        Order(codes, COSTS)
+    packet = encoded(Decision(1, Order(((0,), (1,)), COSTS)))
+    spoilt = msgspec.msgpack.decode(packet)
+    spoilt["order"]["codes"] = codes
+    with pytest.raises(ValueError, match="is none for costs"):
+        decision_of(encoded(spoilt))
 
 
 def test_numbers_of_numpy_travel_as_numbers() -> None:

@@ -1,32 +1,149 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define deciders, the context they share during one decision, and the costs that plans are made for."""
+"""Define deciders, what they decide from (samples of iterations, context, costs), and which change of costs counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from adaptra_megatron.common.reasons import Reason
 from adaptra_megatron.control.deciders.plan_state import Layout
-from adaptra_megatron.control.decisions import Forecast, Section
+from adaptra_megatron.control.decisions import (
+    Forecast,
+    Section,
+)
 from adaptra_megatron.control.detector.observations import (
+    Array,
     Estimates,
     Finding,
     IterationSample,
     LinkEstimate,
     LinkId,
+    LinkSample,
+    MessageColumns,
+    StageId,
+    StageSample,
     State,
 )
-from adaptra_megatron.control.measurements import StageMeasurement
+from adaptra_megatron.control.measurements import Messages, StageMeasurement, message_order
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.telemetry.action_records import Iterations
 from adaptra_megatron.telemetry.events import Event
 from adaptra_megatron.telemetry.scalars import LinkFigures
 from adaptra_megatron.transport.link_paths import Path
+
+BUFFERED_NBYTES = 16 << 20
+"""Bytes of a message that NCCL may have sent before its receive is posted. More than twice its buffers (NCCL_BUFFSIZE,
+4 MiB) of 2 CTAs."""
+
+
+def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bool = False) -> IterationSample:
+    """Join one iteration's measurements of all ranks into a sample for the detector.
+
+    A message that was sent on a path and did not arrive by it counts as lost there, if its receiver reported.
+    `rendezvous`: whether a message of the device path leaves once its receive is posted, as over NCCL.
+    """
+    received: dict[LinkId, _End] = {}
+    for measurement in measurements:
+        for source, path, end in _ends(measurement.received, measurement.span_s[0]):
+            received[LinkId(measurement.pipeline, source, measurement.stage, path.value)] = end
+    # Only the receiver's report shows whether a message has arrived.
+    reported = {(measurement.pipeline, measurement.stage) for measurement in measurements}
+    links = {}
+    for measurement in measurements:
+        for target, path, end in _ends(measurement.sent, measurement.span_s[0]):
+            if (measurement.pipeline, target) in reported:
+                link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
+                links[link] = LinkSample(_joined(end, received.get(link), path, rendezvous))
+    _add_probes(links, measurements)
+    stages = {
+        StageId(measurement.pipeline, measurement.stage): StageSample(
+            measurement.durations_s, sizes=measurement.sizes, work=measurement.work
+        )
+        for measurement in measurements
+    }
+    disturbances = (measurement.disturbance for measurement in measurements)
+    # One disturbed rank delays all others.
+    disturbance = next((what for what in disturbances if what is not None), None)
+    return IterationSample(measurements[0].iteration, links, stages, disturbance)
+
+
+class _End(NamedTuple):
+    """The messages of one path of one link, seen from one end, in order of their keys. Times are on the common
+    clock."""
+
+    codes: npt.NDArray[np.int64]
+    """Keys as numbers."""
+    nbytes: Array
+    posted_s: Array
+    done_s: Array
+
+
+def _ends(messages: Messages, start_s: float) -> Iterator[tuple[int, Path, _End]]:
+    """Yield the messages by peer and path. `start_s`: common time that theirs are relative to."""
+    if not len(messages):
+        return
+    groups, codes = message_order(messages)
+    begins = np.concatenate([[0], np.flatnonzero(groups[1:] != groups[:-1]) + 1, [len(groups)]])
+    nbytes = messages["nbytes"].astype(np.float64)
+    posted_s = messages["posted_s"] + np.float64(start_s)
+    done_s = messages["done_s"] + np.float64(start_s)
+    for begin, until in pairwise(begins.tolist()):
+        group = int(groups[begin])
+        path = Path.HOST if group & 1 else Path.DEVICE
+        part = slice(begin, until)
+        yield group >> 1, path, _End(codes[part], nbytes[part], posted_s[part], done_s[part])
+
+
+def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> MessageColumns:
+    """Return the sent messages, each with its arrival time (NaN if it did not arrive)."""
+    nothing = np.full(len(sent.codes), np.nan)
+    if received is None:
+        return MessageColumns(sent.nbytes, sent.done_s, nothing, nothing)
+    arrived_s, posted_s = received.done_s, received.posted_s
+    # The receiver has not seen all of them, or others, too: match them by key.
+    if not np.array_equal(sent.codes, received.codes):
+        places = np.searchsorted(received.codes, sent.codes)
+        # Beyond the end means not found; at any other index the codes differ, too.
+        places[places == len(received.codes)] = 0
+        here = received.codes[places] == sent.codes
+        arrived_s, posted_s = (np.where(here, column[places], np.nan) for column in (arrived_s, posted_s))
+    # Arrivals by the host path are seen when they happen, so the time of the receive's posting says nothing more.
+    if path is Path.HOST:  # its arrivals are seen whether or not they are asked for
+        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, nothing)
+    if not rendezvous:
+        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, posted_s)
+    # A large message waits for its receive. A small one is buffered, and leaves before.
+    leaves = sent.nbytes > BUFFERED_NBYTES
+    left_s = np.where(leaves, np.fmax(sent.done_s, posted_s), sent.done_s)
+    return MessageColumns(sent.nbytes, left_s, arrived_s, np.where(leaves, np.nan, posted_s))
+
+
+def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:
+    """Add the results of probes, and broken paths."""
+    offset_s = {(measurement.pipeline, measurement.stage): measurement.clock_offset_s for measurement in measurements}
+    for measurement in measurements:
+        pipeline, stage, own_offset_s = measurement.pipeline, measurement.stage, measurement.clock_offset_s
+        for probe in measurement.probes:
+            if (pipeline, probe.peer) in offset_s:
+                link = LinkId(pipeline, stage, probe.peer, probe.path.value)
+                # Each end stamps a probe by its own clock.
+                arrived_s = probe.arrived_s + offset_s[pipeline, probe.peer]
+                columns = probe.nbytes, probe.sent_s + own_offset_s, arrived_s, np.nan
+                before = links.get(link, LinkSample())
+                message = MessageColumns(*(np.array([value], dtype=np.float64) for value in columns))
+                links[link] = replace(before, messages=before.messages.and_also(message))
+        for peer, path, cause in measurement.broken:
+            link = LinkId(pipeline, stage, peer, path.value)
+            links[link] = replace(links.get(link, LinkSample()), broken=cause)
+
 
 DirectedLink = tuple[int, int]
 """Source and target stage."""
@@ -220,3 +337,54 @@ class Decider(Protocol):
 
     def decide(self, context: Context) -> Section | None:
         """Return this decider's section; None if nothing changes."""
+
+
+MATERIAL_CHANGE = 0.1
+"""Change of a cost, relative to the mean action, that calls for planning again."""
+
+
+def material_change(before: Costs, after: Costs) -> str | None:
+    """Describe the largest difference, if it is large enough to change a plan (see MATERIAL_CHANGE); None otherwise."""
+    if before.micro_batches != after.micro_batches:
+        return f"{after.micro_batches} micro-batches instead of {before.micro_batches}"
+    all_s = [seconds for table in after.tables().values() for row in table for seconds in row]
+    threshold_s = MATERIAL_CHANGE * sum(all_s) / len(all_s)
+    if (before.max_in_flight, before.released_at_backward_input) != (
+        after.max_in_flight,
+        after.released_at_backward_input,
+    ):
+        return _change_of_memory(before, after)
+    what, old_s, new_s = max(_pairs(before, after), key=lambda pair: abs(pair[2] - pair[1]))
+    if abs(new_s - old_s) <= threshold_s:
+        return None
+    return f"{what}: {new_s * 1e3:.1f} ms instead of {old_s * 1e3:.1f} ms"
+
+
+def _change_of_memory(before: Costs, after: Costs) -> str:
+    for stage, (old, new) in enumerate(zip(before.max_in_flight, after.max_in_flight, strict=True)):
+        if old != new and old is not None and new is not None:
+            return f"stage {stage} may hold {new:g} activations instead of {old:g}"
+    pairs = zip(before.released_at_backward_input, after.released_at_backward_input, strict=True)
+    stage, (old, new) = next((stage, pair) for stage, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"input gradients of stage {stage} release {new:g} of an activation instead of {old:g}"
+
+
+_KINDS = {
+    "forward_s": "F",
+    "backward_input_s": "input gradient",
+    "backward_weight_s": "weight gradient",
+    "backward_s": "whole backward",
+}
+
+
+def _pairs(before: Costs, after: Costs) -> Iterator[tuple[str, float, float]]:
+    """Yield each cost: its name, its seconds before, its seconds now."""
+    old_tables = before.tables() | {"backward_s": before.whole_backward_s}
+    for name, table in after.tables().items():
+        for stage, rows in enumerate(zip(old_tables[name], table, strict=True)):
+            for chunk, (old_s, new_s) in enumerate(zip(*rows, strict=True)):
+                yield f"{_KINDS[name]} of stage {stage}, chunk {chunk}", old_s, new_s
+    for source, target in sorted({*before.links, *after.links}):
+        old, new = before.link(source, target), after.link(source, target)
+        yield f"latency of link {source}->{target}", old.latency_s, new.latency_s
+        yield f"occupancy of link {source}->{target}", old.occupancy_s, new.occupancy_s

@@ -1,56 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the measurements of a replica into decisions: run the detector, then each decider."""
+"""Turn the measurements of a replica into decisions: run the detector, then each decider, the one of orders last."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.common.reasons import reason_fields
+from adaptra_megatron.common.reasons import Reason, joined, reason_fields
 from adaptra_megatron.control.deciders.decider import (
+    MATERIAL_CHANGE,
     Context,
     Decider,
     DecisionTelemetry,
     InUse,
     estimate_costs,
+    iteration_sample,
     link_figures,
+    material_change,
     paths_in_use,
 )
 from adaptra_megatron.control.deciders.path_decider import PathDecider
-from adaptra_megatron.control.deciders.plan_state import Caps, PlanState
-from adaptra_megatron.control.deciders.replanner import Replanner, describe, iteration_s
+from adaptra_megatron.control.deciders.plan_state import PLANNING_S, Caps, Layout, PlanState
 from adaptra_megatron.control.deciders.route_decider import LiveCellDecider, RouteDecider
 from adaptra_megatron.control.decisions import Decision, Forecast, Order, PackedFigures, Paths, TelemetrySection
 from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.detector.observations import (
-    Array,
     Estimates,
     Finding,
     IterationSample,
     LinkId,
-    LinkSample,
-    MessageColumns,
-    StageId,
-    StageSample,
 )
-from adaptra_megatron.control.measurements import Messages, StageMeasurement, mean_idle_share, message_order
+from adaptra_megatron.control.measurements import StageMeasurement, mean_idle_share
 from adaptra_megatron.control.sidecar.planner_client import PathPolicy, RoutePolicy
 from adaptra_megatron.control.stage_memory import StageMemory
-from adaptra_megatron.schedule.costs import Costs, costs_to_json
-from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.costs import NO_COST, Costs, costs_to_json
 from adaptra_megatron.schedule.ir import Schedule
-from adaptra_megatron.telemetry.events import LinkDetection, PolicyChanged, StageDetection
+from adaptra_megatron.schedule.more_memory import Bought, more_memory
+from adaptra_megatron.schedule.periods import period_s
+from adaptra_megatron.schedule.planner import Plan
+from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
+from adaptra_megatron.telemetry.events import (
+    LinkDetection,
+    MemoryWanted,
+    PlanMade,
+    PolicyChanged,
+    StageDetection,
+)
 from adaptra_megatron.telemetry.scalars import JobFigures, MemoryFigures
-from adaptra_megatron.transport.link_paths import Path
 
 RISE_AFTER = 8
 """Consecutive iterations with room for more activations before a cap rises."""
@@ -159,110 +160,143 @@ class MeasuredCaps:
             self._caps[stage] = _StageCap(cap.more)
 
 
-BUFFERED_NBYTES = 16 << 20
-"""Bytes of a message that NCCL may have sent before its receive is posted. More than twice its buffers (NCCL_BUFFSIZE,
-4 MiB) of 2 CTAs."""
+PLANNING_SHARE = 0.1
+"""Share of an iteration that planning may take, if that is less than `PLANNING_S`."""
+PATIENCE_SHARE, PATIENCE_S = 0.5, 2.0
+"""Share and seconds for a plan that may still be more than 1% above the best one; it is then ready within the
+iteration."""
+MOST_CAPS_NAMED = 3
+"""Number of caps that an event about more memory names at most."""
+WORTH_A_SWITCH = 0.02
+"""Share of an iteration that a new plan must save."""
+AS_FAST = 0.002
+"""A plan within this share of the current time counts as equally fast. It is adopted if it saves this much memory:"""
+WORTH_SAVING = 0.5
+"""activations per stage, on average."""
 
 
-def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bool = False) -> IterationSample:
-    """Join one iteration's measurements of all ranks into a sample for the detector.
+class Replanner:
+    """Decides on the leader whether measured costs call for another schedule."""
 
-    A message that was sent on a path and did not arrive by it counts as lost there, if its receiver reported.
-    `rendezvous`: whether a message of the device path leaves once its receive is posted, as over NCCL.
-    """
-    received: dict[LinkId, _End] = {}
-    for measurement in measurements:
-        for source, path, end in _ends(measurement.received, measurement.span_s[0]):
-            received[LinkId(measurement.pipeline, source, measurement.stage, path.value)] = end
-    # Only the receiver's report shows whether a message has arrived.
-    reported = {(measurement.pipeline, measurement.stage) for measurement in measurements}
-    links = {}
-    for measurement in measurements:
-        for target, path, end in _ends(measurement.sent, measurement.span_s[0]):
-            if (measurement.pipeline, target) in reported:
-                link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
-                links[link] = LinkSample(_joined(end, received.get(link), path, rendezvous))
-    _add_probes(links, measurements)
-    stages = {
-        StageId(measurement.pipeline, measurement.stage): StageSample(
-            measurement.durations_s, sizes=measurement.sizes, work=measurement.work
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._planned: Costs | None = None
+        self._bound_by_memory: Plan | None = None
+        """The latest plan if memory limits it, until `worth_of_memory` has used it."""
+
+    def decide(
+        self, costs: Costs, current: Schedule, found: Sequence[Reason] = (), changed: Sequence[Reason] = ()
+    ) -> tuple[Schedule | None, PlanMade | None]:
+        """Return a schedule to switch to (None: keep `current`) and the event of the planning (None: nothing planned).
+
+        `found`: what the detector has just found. `changed`: what other deciders change in the plan. Either calls for
+        planning, even if costs have not changed.
+        """
+        reason = joined([*found, *changed])
+        if not reason and self._planned is not None:
+            change = material_change(self._planned, costs)
+            if change is None:
+                return None, None
+            reason = change
+        reason, self._planned = reason or "first costs", costs
+        comparable = current.micro_batches == costs.micro_batches
+        now_s = iteration_s(self._layout, current, costs) if comparable else float("inf")
+        # What is there before an iteration is over takes effect in the next but one; what is late, later.
+        deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
+        patience_s = min(PATIENCE_S, PATIENCE_SHARE * now_s) if comparable else 0.0
+        begun_s = time.perf_counter()
+        candidate = self._layout.plan(costs, deadline_s=deadline_s, patience_s=patience_s)
+        self._bound_by_memory = candidate if candidate.lower_bound.kind == "memory" else None
+        held = peak_in_flight(current, costs.released_at_backward_input)
+        over = _over_cap(held, costs)
+        saved = None
+        if candidate.makespan_s <= (1.0 + AS_FAST) * now_s and comparable:
+            saved = _saved_memory(held, candidate.peak_in_flight)
+        adopted = over is not None or saved is not None or candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
+        reason = joined(part for part in (reason, over or saved) if part is not None)
+        made = PlanMade(
+            number=0,
+            adopted=adopted,
+            **reason_fields(reason),
+            memory=over or saved or "",
+            findings=len(found),
+            predicted_s=candidate.makespan_s if adopted else now_s,
+            current_predicted_s=now_s,
+            lower_bound_s=candidate.lower_bound.seconds,
+            planning_s=time.perf_counter() - begun_s,
+            costs=costs_to_json(costs),
         )
-        for measurement in measurements
-    }
-    disturbances = (measurement.disturbance for measurement in measurements)
-    # One disturbed rank delays all others.
-    disturbance = next((what for what in disturbances if what is not None), None)
-    return IterationSample(measurements[0].iteration, links, stages, disturbance)
+        if not adopted:
+            logger.debug("plan kept: %.1f ms, best %.1f ms; %s", now_s * 1e3, candidate.makespan_s * 1e3, made.reason)
+            return None, made
+        logger.debug(
+            "new plan: %.1f ms instead of %.1f ms, lower bound %.1f ms; %s; %s",
+            candidate.makespan_s * 1e3,
+            now_s * 1e3,
+            candidate.lower_bound.seconds * 1e3,
+            made.reason,
+            describe(costs),
+        )
+        return candidate.schedule, made
+
+    def worth_of_memory(self) -> MemoryWanted | None:
+        """Return how much faster plans with more memory would be; None if memory does not limit the plan, or it has
+        been returned before. Takes long: call it in an iteration without a decision."""
+        plan, costs = self._bound_by_memory, self._planned
+        if plan is None or costs is None:
+            return None
+        self._bound_by_memory = None
+        bought = more_memory(
+            costs, lambda other: self._layout.plan(other, deadline_s=0.0).makespan_s, within_s=plan.makespan_s
+        )
+        return memory_wanted(costs, plan.makespan_s, bought[:MOST_CAPS_NAMED]) if bought else None
 
 
-class _End(NamedTuple):
-    """The messages of one path of one link, seen from one end, in order of their keys. Times are on the common
-    clock."""
-
-    codes: npt.NDArray[np.int64]
-    """Keys as numbers."""
-    nbytes: Array
-    posted_s: Array
-    done_s: Array
+def iteration_s(layout: Layout, schedule: Schedule, costs: Costs) -> float:
+    """Return the seconds of an iteration of `schedule`."""
+    return period_s(schedule, costs) if layout.staggered else simulate(schedule, costs).makespan_s
 
 
-def _ends(messages: Messages, start_s: float) -> Iterator[tuple[int, Path, _End]]:
-    """Yield the messages by peer and path. `start_s`: common time that theirs are relative to."""
-    if not len(messages):
-        return
-    groups, codes = message_order(messages)
-    begins = np.concatenate([[0], np.flatnonzero(groups[1:] != groups[:-1]) + 1, [len(groups)]])
-    nbytes = messages["nbytes"].astype(np.float64)
-    posted_s = messages["posted_s"] + np.float64(start_s)
-    done_s = messages["done_s"] + np.float64(start_s)
-    for begin, until in pairwise(begins.tolist()):
-        group = int(groups[begin])
-        path = Path.HOST if group & 1 else Path.DEVICE
-        part = slice(begin, until)
-        yield group >> 1, path, _End(codes[part], nbytes[part], posted_s[part], done_s[part])
+def memory_wanted(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> MemoryWanted:
+    """Return the event: the time of the plan within the caps, and of plans with higher caps (`bought`)."""
+    (source, target), cost = max(costs.links.items(), key=lambda item: item[1].transfer_s, default=((0, 0), NO_COST))
+    slow = cost.transfer_s > MATERIAL_CHANGE * costs.forward_s[source][0]
+    return MemoryWanted(
+        held=max(cap for cap in costs.max_in_flight if cap is not None),
+        predicted_s=makespan_s,
+        caps={str(cap): seconds for cap, seconds in bought},
+        source=min(source, target) if slow else None,
+        target=max(source, target) if slow else None,
+    )
 
 
-def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> MessageColumns:
-    """Return the sent messages, each with its arrival time (NaN if it did not arrive)."""
-    nothing = np.full(len(sent.codes), np.nan)
-    if received is None:
-        return MessageColumns(sent.nbytes, sent.done_s, nothing, nothing)
-    arrived_s, posted_s = received.done_s, received.posted_s
-    # The receiver has not seen all of them, or others, too: match them by key.
-    if not np.array_equal(sent.codes, received.codes):
-        places = np.searchsorted(received.codes, sent.codes)
-        # Beyond the end means not found; at any other index the codes differ, too.
-        places[places == len(received.codes)] = 0
-        here = received.codes[places] == sent.codes
-        arrived_s, posted_s = (np.where(here, column[places], np.nan) for column in (arrived_s, posted_s))
-    # Arrivals by the host path are seen when they happen, so the time of the receive's posting says nothing more.
-    if path is Path.HOST:  # its arrivals are seen whether or not they are asked for
-        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, nothing)
-    if not rendezvous:
-        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, posted_s)
-    # A large message waits for its receive. A small one is buffered, and leaves before.
-    leaves = sent.nbytes > BUFFERED_NBYTES
-    left_s = np.where(leaves, np.fmax(sent.done_s, posted_s), sent.done_s)
-    return MessageColumns(sent.nbytes, left_s, arrived_s, np.where(leaves, np.nan, posted_s))
+def describe(costs: Costs) -> str:
+    """Describe the slowest stage and link, for the log."""
+    work_s = [
+        costs.micro_batches * (sum(forward) + sum(backward))
+        for forward, backward in zip(costs.forward_s, costs.whole_backward_s, strict=True)
+    ]
+    stage = max(range(costs.stages), key=work_s.__getitem__)
+    text = f"slowest stage {stage}, {work_s[stage] * 1e3:.1f} ms of work"
+    if costs.links:
+        (source, target), cost = max(costs.links.items(), key=lambda item: item[1].latency_s)
+        text += f"; slowest link {source}->{target}, {cost.latency_s * 1e3:.1f} ms"
+    return text
 
 
-def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:
-    """Add the results of probes, and broken paths."""
-    offset_s = {(measurement.pipeline, measurement.stage): measurement.clock_offset_s for measurement in measurements}
-    for measurement in measurements:
-        pipeline, stage, own_offset_s = measurement.pipeline, measurement.stage, measurement.clock_offset_s
-        for probe in measurement.probes:
-            if (pipeline, probe.peer) in offset_s:
-                link = LinkId(pipeline, stage, probe.peer, probe.path.value)
-                # Each end stamps a probe by its own clock.
-                arrived_s = probe.arrived_s + offset_s[pipeline, probe.peer]
-                columns = probe.nbytes, probe.sent_s + own_offset_s, arrived_s, np.nan
-                before = links.get(link, LinkSample())
-                message = MessageColumns(*(np.array([value], dtype=np.float64) for value in columns))
-                links[link] = replace(before, messages=before.messages.and_also(message))
-        for peer, path, cause in measurement.broken:
-            link = LinkId(pipeline, stage, peer, path.value)
-            links[link] = replace(links.get(link, LinkSample()), broken=cause)
+def _over_cap(held: Sequence[float], costs: Costs) -> str | None:
+    """Describe the first stage that would exceed its cap; None if none would. `held`: activations by stage."""
+    for stage in costs.stages_over_cap(held):
+        cap = costs.max_in_flight[stage]
+        return f"stage {stage} would hold {held[stage]:g} activations, but has memory for {cap:g}"
+    return None
+
+
+def _saved_memory(held: Sequence[float], planned: Sequence[float]) -> str | None:
+    """Describe how much less memory a plan takes than now; None if that is not worth a switch. Activations by stage."""
+    if sum(planned) > sum(held) - WORTH_SAVING * len(held):
+        return None
+    return f"it holds {sum(planned):g} activations instead of {sum(held):g}"
 
 
 # The leading rank's decisions on the order of actions.
@@ -279,7 +313,7 @@ class OrderDecider:
         self._running: dict[int, Schedule] = {}
         """By number of micro-batches."""
         if running is not None:
-            schedule = schedule_from_csv(running.csv, chunks=book.layout.chunks)
+            schedule = running.schedule()
             self._running[schedule.micro_batches] = schedule
 
     def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
@@ -318,8 +352,7 @@ class OrderDecider:
             return None
         context.change([made.reason])
         self._running[micro_batches] = chosen
-        costs_json = json.dumps(costs_to_json(costs))
-        return Order(schedule_to_csv(chosen), costs_json, costs.max_in_flight, costs.released_at_backward_input)
+        return Order.of(chosen, costs)
 
 
 logger = logger_of(__name__)

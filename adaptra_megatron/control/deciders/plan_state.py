@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,7 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig, read_costs, read_plan
 from adaptra_megatron.control.decisions import Decision, Order, TelemetrySection
 from adaptra_megatron.schedule.classic import forward_only, split_every_other, stock_order
-from adaptra_megatron.schedule.costs import Costs, Released, costs_to_json, released_per_stage, uniform_costs
-from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
@@ -224,13 +222,7 @@ class PlanState:
         latest = next((each for each in reversed(self._plans.values()) if each.costs is not None), None)
         if latest is None or latest.costs is None or self.observes:
             return Decision(self.number, telemetry=telemetry)
-        order = Order(
-            schedule_to_csv(latest.schedule),
-            json.dumps(costs_to_json(latest.costs)),
-            latest.caps,
-            released_per_stage(latest.released_at_backward_input, self.layout.stages),
-        )
-        return Decision(self.number, order, telemetry=telemetry)
+        return Decision(self.number, Order.of(latest.schedule, latest.costs), telemetry=telemetry)
 
     def forget(self) -> None:
         """Drop all plans, so that all ranks of a new set of live ranks start from the same state."""

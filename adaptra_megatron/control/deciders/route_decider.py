@@ -14,15 +14,14 @@ from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.reasons import Reason, joined, reason_fields, reason_text
 from adaptra_megatron.common.typed_messages import packed, unpacked
-from adaptra_megatron.control.deciders.decider import Context, DecisionTelemetry
-from adaptra_megatron.control.deciders.replanner import material_change
+from adaptra_megatron.control.deciders.decider import Context, DecisionTelemetry, material_change
 from adaptra_megatron.control.decisions import Forecast, Moved, RoutingSection
 from adaptra_megatron.control.detector.observations import Estimates, IterationSample, LinkId, StageId
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.sidecar.planner_client import RoutePolicy
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Kind
-from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_of
 from adaptra_megatron.schedule.routing import routed_plans as plans
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, RoutingError
 from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
@@ -167,15 +166,6 @@ def cell_tables(costs: Costs, estimates: Estimates, pipelines: Iterable[int]) ->
     return found
 
 
-def job_with(costs: Costs, tables: Sequence[Tables]) -> JobCosts:
-    """Return the job whose replicas cost `costs` with `tables`, one entry per replica."""
-    factors = costs.micro_batch_factors
-    overrides = [
-        Override(replicas=(replica,), tables=table, micro_batch_factors=factors) for replica, table in enumerate(tables)
-    ]
-    return JobCosts(costs, replicas=len(tables), overrides=overrides)
-
-
 def _of_lanes(estimates: Estimates, lanes: Iterable[int], stage: int, kind: str, chunk: int) -> list[float]:
     known = (estimates.stages.get(StageId(first, stage)) for first in lanes)
     durations = (lane.durations_s.get((kind, chunk)) for lane in known if lane is not None)
@@ -303,7 +293,9 @@ class RouteDecider:
         # Cells have no whole backwards of their own in their tables: these are the sum of the parts.
         costs = dataclasses.replace(known, backward_s=None)
         try:
-            routed = RoutedCosts(job=job_with(costs, tables), pinned=frozenset(self._policy.pinned))
+            routed = RoutedCosts(
+                job=job_of([costs.with_tables(each) for each in tables]), pinned=frozenset(self._policy.pinned)
+            )
         except RoutingError as why:
             self._refused = True
             logger.warning("micro-batches cannot be routed around slow cells: %s", why)
@@ -447,7 +439,9 @@ class LiveCellDecider:
         known = dataclasses.replace(context.costs, backward_s=None)
         tables = [cell_tables(known, context.estimates, lanes) for lanes in self._policy.pipelines]
         self._speeds = cell_speeds(seconds_of(tables, without=self._policy.dead))
-        job = job_with(known, tables) if self._policy.avoids_slow else JobCosts(known, replicas=len(tables))
+        job = JobCosts(known, replicas=len(tables))
+        if self._policy.avoids_slow:
+            job = job_of([known.with_tables(each) for each in tables])
         routed = RoutedCosts(job=job, dead=frozenset(self._policy.dead))
         reason = self._reason(context, routed)
         if not reason:

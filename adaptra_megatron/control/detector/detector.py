@@ -43,20 +43,47 @@ from adaptra_megatron.control.detector.series import (
 KindAndChunk = tuple[str, int]
 
 
-class StageTracker:
+class _Tracker:
+    """State of a stage or of one path of a link: since when, and why."""
+
+    def __init__(self, identity: StageId | LinkId, settings: DetectorSettings) -> None:
+        self._identity, self._settings = identity, settings
+        self._since, self._state_since = 0, 0
+        self._reason: Reason = words.UNJUDGED
+
+    def _enter(self, before: State, state: State) -> None:
+        if state is not before:
+            self._state_since = self._since
+
+    def _finding(
+        self, iteration: int, before: State, state: State, level_s: float | None, baseline_s: float | None
+    ) -> Finding:
+        """Return the change from `before` to `state` as a finding."""
+        self._enter(before, state)
+        return Finding(
+            iteration=iteration,
+            subject=self._identity,
+            before=before,
+            state=state,
+            since_iteration=self._since,
+            state_since_iteration=self._state_since,
+            level_s=level_s,
+            baseline_s=baseline_s,
+            why=self._reason,
+        )
+
+
+class StageTracker(_Tracker):
     """State of one stage. Follows each kind of action of each chunk; the stage is slow if any of them is."""
 
     def __init__(self, identity: StageId, settings: DetectorSettings) -> None:
-        self.identity = identity
-        self._settings = settings
+        super().__init__(identity, settings)
         self.series: dict[KindAndChunk, Series] = {}
         self.work: Sequence[str] = ()
         """Work of each chunk, see StageSample."""
         self._dead = False
         self._slow: dict[KindAndChunk, Change] = {}
         """The last change of each action (kind and chunk) that is slow."""
-        self._since, self._state_since = 0, 0
-        self._reason: Reason = words.UNJUDGED
 
     @property
     def state(self) -> State:
@@ -72,7 +99,7 @@ class StageTracker:
         if sample.lost is not None:
             self._dead = True
             self._since, self._reason = iteration, sample.lost
-            return None if before is State.DEAD else self._finding(iteration, before, None, None)
+            return None if before is State.DEAD else self._finding(iteration, before, self.state, None, None)
         # What disturbs timings says nothing of the stage.
         if disturbed or not any(len(durations_s) for durations_s in sample.durations_s.values()):
             return None
@@ -89,7 +116,7 @@ class StageTracker:
         if self._dead:
             self._dead = False
             self._since, self._reason = iteration, "it computes again"
-            return self._finding(iteration, before, None, None)
+            return self._finding(iteration, before, self.state, None, None)
         return None
 
     def report(self, iteration: int, before: State, changes: Mapping[KindAndChunk, Change]) -> Finding:
@@ -100,7 +127,7 @@ class StageTracker:
         # While the stage is slow, only its slow actions say since when.
         shown = {key: change for key, change in changes.items() if key in self._slow} or changes
         self._since = min(change.since_iteration for change in shown.values())
-        self._enter(before)
+        self._enter(before, self.state)
         first, *others = (
             words.change_in_words(_name(key), change, self._state_since)
             for key, change in {**self._slow, **dict(sorted(changes.items()))}.items()
@@ -110,7 +137,7 @@ class StageTracker:
             worst = max(self._slow.values(), key=lambda change: change.level_s - change.baseline.value)
         else:
             worst = max(changes.values(), key=lambda change: abs(change.level_s - change.previous_s))
-        return self._finding(iteration, before, worst.level_s, worst.baseline.value)
+        return self._finding(iteration, before, self.state, worst.level_s, worst.baseline.value)
 
     def estimate(self) -> StageEstimate | None:
         """Return the present estimate; None if nothing was measured."""
@@ -133,24 +160,6 @@ class StageTracker:
             self.series[key] = Series(self._settings, self._settings.stage, FlapDamper(self._settings))
         return self.series[key]
 
-    def _enter(self, before: State) -> None:
-        if self.state is not before:
-            self._state_since = self._since
-
-    def _finding(self, iteration: int, before: State, level_s: float | None, baseline_s: float | None) -> Finding:
-        self._enter(before)
-        return Finding(
-            iteration=iteration,
-            subject=self.identity,
-            before=before,
-            state=self.state,
-            since_iteration=self._since,
-            state_since_iteration=self._state_since,
-            level_s=level_s,
-            baseline_s=baseline_s,
-            why=self._reason,
-        )
-
 
 def _all_settled(series: Iterable[Series]) -> bool:
     return all(one.settled for one in series)
@@ -161,19 +170,16 @@ def _name(key: KindAndChunk) -> str:
     return f"{kind} of chunk {chunk}"
 
 
-class LinkTracker:
+class LinkTracker(_Tracker):
     """State of one path of a link. Follows the transfer time of a message of the usual size, and whether messages
     arrive."""
 
     def __init__(self, identity: LinkId, settings: DetectorSettings) -> None:
-        self.identity = identity
-        self._settings = settings
+        super().__init__(identity, settings)
         self._damper = FlapDamper(settings)
         self.series = Series(settings, settings.link, self._damper)
         self._dead = False
         self._alive_streak, self._alive_since = 0, 0
-        self._since, self._state_since = 0, 0
-        self._reason: Reason = words.UNJUDGED
         self._nbytes = 0
         """Bytes of a usual message."""
         self._seconds_per_byte: deque[float] = deque(maxlen=settings.estimate_iterations)
@@ -236,22 +242,11 @@ class LinkTracker:
     def report(self, iteration: int, change: Change) -> Finding:
         """Return a change of the series as a finding."""
         self._since = change.since_iteration
-        if change.state is not change.before:
-            self._state_since = self._since
+        self._enter(change.before, change.state)
         self._reason = words.change_in_words(f"a message of {words.size(self._nbytes)}", change, self._state_since)
         if (rate := self._known_rate()) is not None:
             self._reason = *self._reason, (f"; the link carries {words.size(1.0 / rate)} per second",)
-        return Finding(
-            iteration=iteration,
-            subject=self.identity,
-            before=change.before,
-            state=change.state,
-            since_iteration=change.since_iteration,
-            state_since_iteration=self._state_since,
-            level_s=change.level_s,
-            baseline_s=change.baseline.value,
-            why=self._reason,
-        )
+        return self._finding(iteration, change.before, change.state, change.level_s, change.baseline.value)
 
     def estimate(self) -> LinkEstimate | None:
         """Return the present estimate; None if nothing was measured."""
@@ -313,7 +308,7 @@ class LinkTracker:
         if before is State.HEALTHY:
             self._damper.fell(iteration)
         self._since, self._reason = iteration, reason
-        return self._finding(iteration, before, None)
+        return self._fallen_or_revived(iteration, before, None)
 
     def _revive(self, iteration: int) -> Finding | None:
         """Count an iteration in which a dead path carried messages. After enough of them, its state is that of its
@@ -328,23 +323,11 @@ class LinkTracker:
             self._damper.recovered(iteration)
         self._since = self._alive_since
         self._reason = f"messages have arrived by it again for {self._alive_streak} iterations"
-        return self._finding(iteration, State.DEAD, self.series.window.level().value)
+        return self._fallen_or_revived(iteration, State.DEAD, self.series.window.level().value)
 
-    def _finding(self, iteration: int, before: State, level_s: float | None) -> Finding:
+    def _fallen_or_revived(self, iteration: int, before: State, level_s: float | None) -> Finding:
         known = len(self.series.window) > 0
-        if self.state is not before:
-            self._state_since = self._since
-        return Finding(
-            iteration=iteration,
-            subject=self.identity,
-            before=before,
-            state=self.state,
-            since_iteration=self._since,
-            state_since_iteration=self._state_since,
-            level_s=level_s,
-            baseline_s=self.series.baseline.value if known else None,
-            why=self._reason,
-        )
+        return self._finding(iteration, before, self.state, level_s, self.series.baseline.value if known else None)
 
 
 def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:

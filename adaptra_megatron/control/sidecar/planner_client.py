@@ -8,12 +8,12 @@ which it listens to the other ranks. This module must not import torch, since th
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,13 +21,21 @@ from msgspec import structs
 
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.layout import Cell
-from adaptra_megatron.common.typed_messages import TaggedMessage
+from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage
 from adaptra_megatron.control.deciders.plan_state import Layout
-from adaptra_megatron.control.decisions import Decision, RoutingSection, TelemetrySection
-from adaptra_megatron.control.sidecar.report_connections import Address
-from adaptra_megatron.control.sidecar.sidecar_process import (
+from adaptra_megatron.control.decisions import (
+    MAX_DECISION_NBYTES,
+    Decision,
+    MadeDecision,
+    RoutingSection,
+    TelemetrySection,
+    decision_of,
+)
+from adaptra_megatron.control.sidecar.planner_connections import (
+    Address,
     ChannelClosedError,
     ChannelEndedError,
+    HostedChannels,
     Line,
     Sidecar,
     SidecarMessages,
@@ -35,6 +43,7 @@ from adaptra_megatron.control.sidecar.sidecar_process import (
     log_lines,
     send,
 )
+from adaptra_megatron.schedule.costs import Costs, costs_to_json
 from adaptra_megatron.telemetry.events import Event
 from adaptra_megatron.transport.link_paths import Path
 
@@ -85,6 +94,8 @@ class Begin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
     routes: RoutePolicy | None = None
     running: Decision = Decision(0)
     """The current decision, including the order of its plan if that was planned."""
+    hosts: bool = False
+    """Whether the channel of the straggler service comes next."""
 
 
 class Measured(TaggedMessage, tag="measured", frozen=True, kw_only=True):
@@ -99,10 +110,12 @@ class Measured(TaggedMessage, tag="measured", frozen=True, kw_only=True):
     """Users' requests since the message before."""
 
 
-class Published(TaggedMessage, tag="published", frozen=True, kw_only=True):
-    """Message to the planner process: a decision, which follows as raw bytes, to send to the other ranks."""
+class Sealed(TaggedMessage, tag="sealed", frozen=True, kw_only=True):
+    """Message to the planner process: the decision of an iteration, to send to the other ranks."""
 
     iteration: int
+    made: int = 0
+    """`Decided.made` of the decision; 0: it was made by the leader, and follows as raw bytes."""
 
 
 class Waits(TaggedMessage, tag="waits", frozen=True, kw_only=True):
@@ -114,22 +127,26 @@ class Waits(TaggedMessage, tag="waits", frozen=True, kw_only=True):
 
 
 class Decided(TaggedMessage, tag="decided", frozen=True, kw_only=True):
-    """Message of the planner process: the decision made from iterations that all ranks have reported."""
+    """Message of the planner process: the decision made from iterations that all ranks have reported. It follows as raw
+    bytes, as all ranks get it."""
 
     until: int
     """The latest of these iterations."""
-    decision: Decision | None
-    """None if none could be made."""
+    made: int
+    """Number of the decision, counted by its process from 1; 0 if none could be made, and nothing follows."""
+    orders: Mapping[str, str] = {}
+    """Orders of new routes, by cell. See `RoutingSection`."""
     failure: str
     """Why no decision could be made; empty if one was."""
     lines: tuple[Line, ...]
     events: tuple[str, ...]
     """Events, encoded as in an event log; their stamps are not used."""
-    costs: str | None
-    """The latest costs, as JSON of `costs_to_json`."""
+    costs: bytes | None
+    """The latest costs, encoded: few leaders are asked for them."""
 
 
-Message = Begin | Measured | Published | Waits | Decided
+_costs_of: Decoder[Costs] = Decoder(Costs, MAX_DECISION_NBYTES)
+Message = Begin | Measured | Sealed | Waits | Decided
 _MESSAGES: SidecarMessages[Message] = SidecarMessages(Message)
 receive, receive_async = _MESSAGES.receive, _MESSAGES.receive_async
 
@@ -141,6 +158,9 @@ PATIENCE_S = 60.0
 longer."""
 LATE_S = 30.0
 """Longest wait for the report of another rank; then the current plan stays."""
+MOST_UNSEALED = 8
+"""Maximum number of decisions that a planner process keeps until they are sealed. Ranks find a dropped one in the
+store."""
 _MOST_NAMED = 8
 """Maximum number of ranks named in a line of the log."""
 
@@ -164,7 +184,7 @@ class EventSink(Protocol):
 class PlannerClient:
     """The leader's handle of the planner process. For one thread, which must live as long as the process.
 
-    `close` and `pass_on` are thread-safe.
+    `close` and `spread` are thread-safe.
     """
 
     def __init__(
@@ -194,12 +214,15 @@ class PlannerClient:
         self._closed = threading.Event()
         self._sending = threading.Lock()
         """Held while a message is sent, and while a new process gets its first one."""
-        self._costs: str | None = None
+        self._costs: bytes | None = None
+        self._made: deque[tuple[int, bytes]] = deque(maxlen=MOST_UNSEALED)
+        """Decisions of the running process: numbers and bytes."""
+        self._hosted: HostedChannels | None = None
 
     @property
     def costs(self) -> dict[str, Any] | None:
         """The latest costs, as in `costs_to_json`; None if there are none."""
-        return None if self._costs is None else json.loads(self._costs)
+        return None if self._costs is None else costs_to_json(_costs_of(self._costs))
 
     @property
     def process_id(self) -> int | None:
@@ -217,6 +240,12 @@ class PlannerClient:
         if self._begin.routes is not None:
             self._begin = structs.replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
 
+    def host(self) -> HostedChannels:
+        """Have planner processes find stragglers, too; return the channels to that service. Call before the first
+        decision."""
+        self._hosted = HostedChannels()
+        return self._hosted
+
     def run(self, routing: RoutingSection) -> None:
         """Set the routes that run before the first decision. Call before that."""
         self._routing = routing
@@ -227,9 +256,9 @@ class PlannerClient:
         host, port = self._listener.getsockname()[:2]
         return Address(str(host), int(port))
 
-    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
-        """Return the latest iteration that all ranks have reported, and the decision made from it. `own`: this rank's
-        reports since the last call, with their iterations.
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> MadeDecision:
+        """Return the decision made from all iterations that all ranks have reported. `own`: this rank's reports since
+        the last call, with their iterations.
 
         Raises NoDecisionError if reports of other ranks are missing after `LATE_S` (a later call continues to wait),
         or if the process has ended (the next call starts another, which only gets the reports of that call).
@@ -240,29 +269,34 @@ class PlannerClient:
                 measured = self._measured(own)
                 with self._sending:
                     send(channel, measured, [report for _, report in own])
-            decided = self._answer(channel)
-        except (OSError, ChannelEndedError) as cause:
+            decided, packet = self._answer(channel)
+            decision = decision_of(packet) if decided.made else None
+        except (OSError, ValueError, ChannelEndedError) as cause:
             raise NoDecisionError(self._end_failed(cause), None) from cause
         self._backoff.reset()
         self._costs = decided.costs
         log_lines(decided.lines, self._word)
         log_events(decided.events, self._telemetry.log)
-        decision = decided.decision
         if decision is None:
             raise NoDecisionError(decided.failure and f"{self._word}{decided.failure}", decided.until)
+        self._made.append((decided.made, packet))
+        if decision.routing is not None:
+            decision = replace(decision, routing=replace(decision.routing, orders=decided.orders))
         self._latest = decision
         if decision.telemetry is not None and decision.telemetry.policy:
             self._begin, self._order = structs.replace(self._begin, policy=decision.telemetry.policy), None
             self._wanted_policy = ""
         self._order, self._routing = decision.order or self._order, decision.routing or self._routing
-        return decided.until, decision
+        return MadeDecision(decided.until, decision, packet)
 
-    def pass_on(self, iteration: int, decision: bytes) -> None:
-        """Send a decision to the other ranks, so that they need not poll the job's store."""
+    def spread(self, iteration: int, packet: bytes) -> None:
+        """Have a sealed decision sent to the other ranks, so that they need not poll the job's store. Its bytes go to
+        the process only if that has not made them."""
         with self._sending:
             if (process := self._process) is not None:
+                made = next((number for number, made in self._made.copy() if made is packet), 0)
                 with contextlib.suppress(OSError, ChannelEndedError):  # the next call of `decide` tells
-                    send(process.channel, Published(iteration=iteration), [decision])
+                    send(process.channel, Sealed(iteration=iteration, made=made), [] if made else [packet])
 
     def _measured(self, own: Sequence[tuple[int, bytes]]) -> Measured:
         asked = self._requests()
@@ -274,12 +308,12 @@ class PlannerClient:
             asked=replace(asked, policy=self._wanted_policy),
         )
 
-    def _answer(self, channel: socket.socket) -> Decided:
+    def _answer(self, channel: socket.socket) -> tuple[Decided, bytes]:
         begun_s = time.monotonic()
         while True:
-            answer = receive(channel)
+            answer, packet = receive(channel)
             if isinstance(answer, Decided):
-                return answer
+                return answer, packet
             assert isinstance(answer, Waits), f"{answer} came instead of a decision"
             if time.monotonic() - begun_s >= LATE_S:
                 host, port = self.address
@@ -292,6 +326,8 @@ class PlannerClient:
     def close(self) -> None:
         """End the process. May be called twice."""
         self._closed.set()
+        if self._hosted is not None:
+            self._hosted.closed = True
         if (process := self._process) is not None:
             process.close()
         self._listener.close()
@@ -305,9 +341,13 @@ class PlannerClient:
             with self._sending:
                 level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
                 running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, telemetry=None)
-                begin = structs.replace(self._begin, log_level=level, running=running)
+                hosts = self._hosted is not None
+                begin = structs.replace(self._begin, log_level=level, running=running, hosts=hosts)
+                self._made.clear()
                 module = "adaptra_megatron.control.sidecar.planner_process"
                 self._process = Sidecar(module, self._listener, begin, self._patience_s)
+                if self._hosted is not None:
+                    self._hosted.connect(self._process)
         return self._process
 
     def _end_failed(self, cause: Exception) -> str:

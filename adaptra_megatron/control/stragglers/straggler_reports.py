@@ -10,7 +10,7 @@ from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage
 from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Row
-from adaptra_megatron.control.sidecar.sidecar_process import Line, SidecarMessages
+from adaptra_megatron.control.sidecar.planner_connections import Line, SidecarMessages
 
 MOST_ROWS = 512
 """Maximum number of iterations of one report, and of incomplete iterations kept."""
@@ -19,7 +19,7 @@ _MOST_NBYTES = 1 << 22
 PLACE = "stragglers"
 """Prefix of the keys in the job's store."""
 ADDRESS_KEY, LATE_KEY, LAGS_KEY = "judge", "late", "lags"
-"""Keys of the straggler process's address (empty once it has ended), of the late cells, and of all cells' lags."""
+"""Keys of the straggler service's address (empty once it has ended), of the late cells, and of all cells' lags."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class ReportPace:
         return max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s)) if logged else pause_s
 
 
-class JudgeBegin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
-    """First message to the straggler process: the job."""
+class JudgeBegin(TaggedMessage, tag="judge", frozen=True, kw_only=True):
+    """First message to the straggler service: the job."""
 
     secret: str
     """Hexadecimal."""
@@ -99,11 +99,11 @@ class JudgeBegin(TaggedMessage, tag="begin", frozen=True, kw_only=True):
 
 
 class Finish(TaggedMessage, tag="finish", frozen=True, kw_only=True):
-    """Message to the straggler process: judge once more, and end."""
+    """Message to the straggler service: judge once more, and end."""
 
 
 class StragglerServiceReply(TaggedMessage, tag="judged", frozen=True, kw_only=True):
-    """Message of the straggler process: the present verdict, log lines and events."""
+    """Message of the straggler service: the present verdict, log lines and events."""
 
     verdict: StragglerVerdict
     lines: tuple[Line, ...]

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one rank's thread for stragglers: report its cell's arrivals, and apply the job's verdict to this host.
 
-Replicas decide on plans separately, and jobs of one stage have no leader. So there is one straggler process for the
-job, a sidecar of its lowest rank, and the first rank of each cell connects to it. Its verdict is in the job's store,
+Replicas decide on plans separately, and jobs of one stage have no leader. So one process finds stragglers for the job:
+the planner process of its lowest rank, or one of its own if that rank has none. The first rank of each cell connects to
+it. Its verdict is in the job's store,
 which ranks poll that act on it. There is no collective, and the training waits for none of this.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import select
 import socket
@@ -20,13 +22,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.handshake import send_descriptor
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, Row
-from adaptra_megatron.control.sidecar.report_connections import Address, ReportLink, address_of, purpose_of
-from adaptra_megatron.control.sidecar.sidecar_process import ChannelEndedError, Sidecar, log_events, log_lines, send
+from adaptra_megatron.control.sidecar.planner_connections import (
+    Address,
+    ChannelEndedError,
+    HostedChannels,
+    ReportLink,
+    Sidecar,
+    address_of,
+    log_events,
+    log_lines,
+    purpose_of,
+    send,
+)
 from adaptra_megatron.control.stragglers.straggler_reports import (
     ADDRESS_KEY,
     FROM_JUDGE,
@@ -50,14 +63,14 @@ from adaptra_megatron.telemetry.scalars import ArrivalFigures
 if TYPE_CHECKING:
     from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler
 
-# The straggler process, seen from the job's lowest rank.
+# The straggler service, seen from the job's lowest rank.
 
 _PATIENCE_S = 10.0
 """Longest wait for the rest of a message."""
 
 
 class StragglerServiceClient:
-    """The lowest rank's handle of the straggler process. For one thread, which must live as long as the process.
+    """The lowest rank's handle of the straggler service. For one thread, which must live as long as the process.
     Raises OSError if the host cannot start one."""
 
     def __init__(
@@ -68,9 +81,11 @@ class StragglerServiceClient:
         pace: ReportPace,
         listener: socket.socket,
         log: Callable[[Event], None],
+        hosted: socket.socket | None = None,
     ) -> None:
-        """Start the process. `place`: prefix of the reports' keys in the store. `listener`: bound to the address that
-        cells connect to, and owned by this from now on. `log`: takes findings."""
+        """Start the service. `place`: prefix of the reports' keys in the store. `listener`: bound to the address that
+        cells connect to, and owned by this from now on. `log`: takes findings. `hosted`: channel to the planner process
+        that is to find stragglers; None: a process of its own is started."""
         cells = layout.cells
         begin = JudgeBegin(
             secret=control.secret.hex(),
@@ -84,8 +99,16 @@ class StragglerServiceClient:
             listener.listen(len(cells))  # all of them connect at once
             host, port = listener.getsockname()[:2]
             self.address = Address(str(host), int(port))
-            module = "adaptra_megatron.control.stragglers.straggler_process"
-            self._process = Sidecar(module, listener, begin, _PATIENCE_S)
+            module = "adaptra_megatron.control.sidecar.planner_process"
+            if hosted is None:
+                process = Sidecar(module, listener, begin, _PATIENCE_S)
+                self._channel, self._end = process.channel, process.close
+            else:
+                self._channel, self._end = hosted, functools.partial(_closed, hosted)
+                hosted.settimeout(_PATIENCE_S)
+                with contextlib.suppress(OSError):  # it has ended: seen where the channel is used next
+                    send_descriptor(hosted, listener.fileno())
+                    send(hosted, begin)
 
     def latest(self) -> StragglerVerdict | None:
         """Return the latest verdict, and log what came with it; None if there is no new one.
@@ -98,26 +121,32 @@ class StragglerServiceClient:
         return None if judged is None else judged.verdict
 
     def finish(self, patience_s: float) -> None:
-        """Have the process judge once more and end; log its last findings. Waits at most `patience_s`. Raises
-        ChannelEndedError if it has ended already."""
-        send(self._process.channel, Finish())
+        """Have the service judge once more and end; log its last findings. Waits at most `patience_s`. Raises
+        ChannelEndedError if it has ended without."""
+        with contextlib.suppress(ChannelEndedError):  # a planner process that has ended has said its last by itself
+            send(self._channel, Finish())
         until_s = time.monotonic() + patience_s
         while self._readable(max(0.0, until_s - time.monotonic())):
             if self._take().last:
                 return
 
     def close(self) -> str:
-        """End the process. Return how it ended."""
-        return self._process.close()
+        """End the service. Return how its process ended."""
+        return self._end()
 
     def _readable(self, timeout_s: float) -> bool:
-        return bool(select.select([self._process.channel], [], [], timeout_s)[0])
+        return bool(select.select([self._channel], [], [], timeout_s)[0])
 
     def _take(self) -> StragglerServiceReply:
-        judged = FROM_JUDGE.receive(self._process.channel)
+        judged, _ = FROM_JUDGE.receive(self._channel)
         log_lines(judged.lines)
         log_events(judged.events, self._log)
         return judged
+
+
+def _closed(channel: socket.socket) -> str:
+    channel.close()
+    return "the end of the planner process"
 
 
 logger = logger_of(__name__)
@@ -125,7 +154,7 @@ logger = logger_of(__name__)
 FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.02
 """Seconds between two looks: the first pause, the longest, and instead of that in large jobs, seconds per cell."""
 JUDGED_FROM = UNUSUAL + LEAST // 2
-"""Iterations before a cell reports and the straggler process starts. Nothing can be found earlier, and shorter jobs
+"""Iterations before a cell reports and the straggler service starts. Nothing can be found earlier, and shorter jobs
 need no process."""
 _OVERLAP = 3
 """Looks for which an iteration is reported again."""
@@ -169,14 +198,17 @@ class StragglerWatch:
         host_policy: str,
         listen: Callable[[], socket.socket],
         sampler: Callable[[], HostSampler] | None = None,
+        host: Callable[[], HostedChannels] | None = None,
     ) -> None:
         """Set up. `host_policy`: see --adaptra-host-policy. `listen`: makes a socket bound to the address that the
-        job's other hosts connect to. `sampler`: makes a sampler; None: of this host. Both are called in the thread."""
+        job's other hosts connect to. `sampler`: makes a sampler; None: of this host. Both are called in the thread.
+        `host`: has the planner processes of this rank find stragglers; None if it has none."""
         self._layout, self._control, self._telemetry = layout, control, telemetry
         self._cell, self._listen = layout.cell, listen
         self._reports = layout.rank == layout.reporter(layout.cell)
         self._judge_rank = min(ranks[0] for ranks in layout.cells.values())
         self._judges = layout.rank == self._judge_rank
+        self._hosted = host() if host is not None and self._judges else None
         self._shows = layout.rank == max(layout.workers)  # where Megatron's writers are
         self._policy = None if host_policy == "off" else _host_policy(host_policy, layout.rank)
         self._make_sampler = sampler or _host_sampler
@@ -209,7 +241,7 @@ class StragglerWatch:
         self._added.append((time.monotonic(), row))
 
     def close(self) -> None:
-        """End the thread, and release pinned helpers. The straggler process judges once more."""
+        """End the thread, and release pinned helpers. The straggler service judges once more."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(_END_S)
@@ -235,16 +267,25 @@ class StragglerWatch:
             while not self._ending.wait(self._pace.pause_s(backoff.pause_s, self._iteration_s, self._late)):
                 if self._reports and len(self._added) < JUDGED_FROM:
                     continue
-                if self._judges and judge is None:
-                    judge = _Judge(self._layout, self._control, store, self._pace, self._listen(), self._telemetry)
+                if self._judges and judge is None and (judge := self._make_judge(store)) is not None:
                     parts.callback(judge.close)
                 if link is not None and not self._hand_in(link, store, number):
                     link = None
                 if judge is not None and not judge.look():
-                    break
+                    if self._hosted is None:
+                        break
+                    judge = None  # the next planner process finds them, from new reports
                 self._follow(store)
                 number += 1
                 backoff.next_s()
+
+    def _make_judge(self, store: SealedStore) -> _Judge | None:
+        """Return a new judge; None while it has to wait for a planner process."""
+        channel = None
+        if self._hosted is not None and not self._hosted.closed and (channel := self._hosted.take()) is None:
+            return None
+        listener = self._listen()
+        return _Judge(self._layout, self._control, store, self._pace, listener, self._telemetry, channel)
 
     def _make_link(self) -> ReportLink:
         purpose = purpose_of(self._control.seal(PLACE).place, self._layout.rank, self._judge_rank)
@@ -254,7 +295,7 @@ class StragglerWatch:
         )
 
     def _hand_in(self, link: ReportLink, store: SealedStore, number: int) -> bool:
-        """Send a report, connecting first if need be. Return False once the straggler process has ended."""
+        """Send a report, connecting first if need be. Return False once the straggler service has ended."""
         if link.connection is None and (entry := store.peek(ADDRESS_KEY)) is not None:
             if not entry:
                 return False
@@ -284,7 +325,7 @@ class StragglerWatch:
 
 
 class _Judge:
-    """Copies the verdicts of the straggler process to the job's store."""
+    """Copies the verdicts of the straggler service to the job's store."""
 
     def __init__(
         self,
@@ -294,10 +335,11 @@ class _Judge:
         pace: ReportPace,
         listener: socket.socket,
         telemetry: StragglerTelemetry,
+        hosted: socket.socket | None,
     ) -> None:
-        self._store, self._telemetry = store, telemetry
+        self._store, self._telemetry, self._hosted = store, telemetry, hosted is not None
         place = control.seal(PLACE).place
-        self._keeper = StragglerServiceClient(control, place, layout, pace, listener, telemetry.log)
+        self._keeper = StragglerServiceClient(control, place, layout, pace, listener, telemetry.log, hosted)
         self._late: tuple[LateCell, ...] | None = None
         self._ended = False
         store.set(ADDRESS_KEY, encoded(self._keeper.address))
@@ -307,12 +349,13 @@ class _Judge:
         try:
             verdict = self._keeper.latest()
         except ChannelEndedError:
-            self._ended = True
-            logger.warning(
-                "the process that judges stragglers ended by %s; replicas that come last are not found any more",
-                self._keeper.close(),
-            )
-            self._store.set(ADDRESS_KEY, b"")
+            self._ended, ended_by = True, self._keeper.close()
+            if not self._hosted:
+                logger.warning(
+                    "the process that judges stragglers ended by %s; replicas that come last are not found any more",
+                    ended_by,
+                )
+                self._store.set(ADDRESS_KEY, b"")
             self._store.set(LATE_KEY, encoded(()))  # what hosts do about it ends
             return False
         if verdict is not None and verdict.lags_s:

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
+from adaptra_megatron.control.deciders.decision_engine import DecisionEngine, Replanner
 from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
-from adaptra_megatron.control.deciders.replanner import Replanner
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.schedule.classic import one_f_one_b, split_backward
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.ir import ScheduleError
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
@@ -166,9 +164,10 @@ def test_the_leaders_decision_carries_the_caps_it_was_made_for(telemetry: RunTel
         if order is None:
             assert iteration == 0, "stock's order may be as good as any under its own caps"
             continue
-        assert (order.caps, order.released_at_backward_input) == (caps, (released,) * 4)
-        schedule = schedule_from_csv(order.csv, chunks=1)
-        follower.install(schedule, decision.number, order.caps, order.released_at_backward_input)
+        costs = order.costs
+        assert (costs.max_in_flight, costs.released_at_backward_input) == (caps, (released,) * 4)
+        schedule = order.schedule()
+        follower.install(schedule, decision.number, costs.max_in_flight, costs.released_at_backward_input)
         assert [follower.enforced_cap(12, stage) for stage in range(4)] == list(caps)
         assert telemetry is not None
         assert telemetry.job is not None

@@ -14,8 +14,7 @@ import pytest
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
 from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
-from adaptra_megatron.control.decisions import Decision, LinkName, Paths
-from adaptra_megatron.control.exchange import DELAY
+from adaptra_megatron.control.decisions import DELAY, Decision, LinkName, Paths
 from adaptra_megatron.control.measurements import BrokenPath, StageMeasurement, stage_measurement
 from adaptra_megatron.control.sidecar.planner_client import PathPolicy
 from adaptra_megatron.schedule.classic import one_f_one_b

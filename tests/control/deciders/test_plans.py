@@ -23,8 +23,7 @@ from adaptra_megatron.schedule.classic import (
     split_every_other,
     stock_order,
 )
-from adaptra_megatron.schedule.costs import costs_from_json
-from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule, ScheduleError
 from adaptra_megatron.schedule.planner import PlanError, plan
 from adaptra_megatron.schedule.schedule_checks import check_schedule
@@ -216,10 +215,10 @@ def test_what_is_in_force_travels_to_ranks_that_know_no_plans() -> None:
     running = book.in_force
     assert running.number == 3
     assert running.order is not None
-    schedule = schedule_from_csv(running.order.csv, chunks=1)
+    schedule = running.order.schedule()
     assert schedule == book.schedule_for(9)
-    again = costs_from_json(json.loads(running.order.costs))
-    other.install(schedule, running.number, running.order.caps, running.order.released_at_backward_input, again)
+    again = running.order.costs
+    other.install(schedule, running.number, again.max_in_flight, again.released_at_backward_input, again)
     assert other.in_force == running
     book.forget()
     assert book.in_force == Decision(0)

@@ -9,7 +9,8 @@ import logging
 import pytest
 from support.four_stages import FOUR, costs
 
-from adaptra_megatron.control.deciders.replanner import Replanner, material_change
+from adaptra_megatron.control.deciders.decider import material_change
+from adaptra_megatron.control.deciders.decision_engine import Replanner
 from adaptra_megatron.schedule.classic import one_f_one_b, split_backward
 from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.planner import Plan, plan

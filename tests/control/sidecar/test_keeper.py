@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,12 +21,17 @@ from adaptra_megatron.common.child_process import ChildProcess
 from adaptra_megatron.common.handshake import send_descriptor
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.deciders.plan_state import Layout
-from adaptra_megatron.control.decisions import Decision, TelemetrySection
+from adaptra_megatron.control.decisions import Decision, MadeDecision, TelemetrySection, decision_of
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.sidecar import planner_client as keeper
-from adaptra_megatron.control.sidecar.planner_client import Begin, NoDecisionError, PlannerClient, receive
-from adaptra_megatron.control.sidecar.report_connections import MOST_AWAITED, ReportLink, purpose_of
-from adaptra_megatron.control.sidecar.sidecar_process import ChannelEndedError, send
+from adaptra_megatron.control.sidecar.planner_client import Begin, NoDecisionError, PlannerClient, Sealed, receive
+from adaptra_megatron.control.sidecar.planner_connections import (
+    MOST_AWAITED,
+    ChannelEndedError,
+    ReportLink,
+    purpose_of,
+    send,
+)
 from adaptra_megatron.telemetry.events import Event, LinkDetection, PlanMade
 from adaptra_megatron.telemetry.trace_requests import Iterations
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
@@ -74,9 +79,9 @@ class Replica:
     def decide(self, delay_s: float, rounds: int = 1) -> Decision:
         """All ranks report iterations, whose messages of one link take so long, and a decision follows."""
         own = [report for _ in range(rounds) for report in self.report(self.job.measure(delay_s))]
-        return self.take(own)[1]
+        return self.take(own).decision
 
-    def take(self, own: list[tuple[int, bytes]]) -> tuple[int, Decision]:
+    def take(self, own: list[tuple[int, bytes]]) -> MadeDecision:
         """The same of iterations that are reported already."""
         keeping = threading.Thread(target=self.keep)
         keeping.start()
@@ -181,7 +186,7 @@ def test_a_lost_report_is_not_waited_for_once_its_rank_has_reported_a_later_iter
     later = four.report(four.job.measure(0.0))
     with pytest.raises(NoDecisionError, match="reports of ranks 3 for iteration 1 have not come"):
         four.take(own)
-    assert four.take(later)[0] == 2
+    assert four.take(later).until == 2
 
 
 def test_reports_that_are_missing_before_all_ranks_have_connected_are_no_failure(
@@ -217,7 +222,7 @@ def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
     assert "cannot connect to {}:{}".format(*four.planner.address) in str(late.value)
     monkeypatch.setattr(keeper, "LATE_S", patience_s)
     four.links[-1].report(1, others[-1])
-    assert four.planner.decide([])[0] == 1
+    assert four.planner.decide([]).until == 1
     assert four.planner.process_id == process_id
     assert keeper._listed(range(keeper._MOST_NAMED + 2)).endswith(", 7 and 2 more")
 
@@ -236,9 +241,47 @@ def test_a_decision_gets_to_all_that_follow_and_a_stranger_gets_nothing(replica:
     assert misdirected.connection is not None
     assert misdirected.receive() == []
     assert misdirected.connection is None, "it was let in"
-    four.planner.pass_on(2, b"a decision")
+    four.planner.spread(2, b"a decision")
     for link in four.links:
         assert link.receive() == [(2, b"a decision")]
+
+
+def test_a_decision_goes_to_all_as_the_process_has_made_it_and_is_not_sent_back_to_it(
+    replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four = replica()
+    sent: list[tuple[Any, int]] = []
+
+    def counted(channel: socket.socket, message: Any, along: Sequence[bytes] = ()) -> None:
+        sent.append((message, sum(map(len, along))))
+        send(channel, message, along)
+
+    made = [four.take(four.report(four.job.measure(delay_s))) for delay_s in (0.0, 0.0)]
+    assert made[1].decision.order is not None
+    assert decision_of(made[1].packet) == made[1].decision
+    monkeypatch.setattr(keeper, "send", counted)
+    for iteration, each in enumerate(made, start=2):
+        four.planner.spread(iteration, each.packet)
+    four.planner.spread(4, b"made by the leader")
+    assert sent == [
+        (Sealed(iteration=2, made=1), 0),
+        (Sealed(iteration=3, made=2), 0),
+        (Sealed(iteration=4), len(b"made by the leader")),
+    ]
+    expected = [(2, made[0].packet), (3, made[1].packet), (4, b"made by the leader")]
+    for link in four.links:
+        received: list[tuple[int, bytes]] = []
+        while len(received) < len(expected):
+            received += link.receive()
+        assert received == expected
+    process_id = four.planner.process_id
+    assert process_id is not None
+    os.kill(process_id, signal.SIGKILL)
+    with pytest.raises(NoDecisionError):
+        four.planner.decide(four.report(four.job.measure(0.0)))
+    four.decide(0.0)
+    four.planner.spread(5, made[1].packet)
+    assert sent[-1] == (Sealed(iteration=5), len(made[1].packet)), "another process has not made it"
 
 
 def test_it_ends_with_its_channel() -> None:

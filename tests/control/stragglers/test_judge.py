@@ -9,7 +9,7 @@ import pytest
 
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, WINDOW, HostFigures, Row
-from adaptra_megatron.control.stragglers.straggler_process import KEPT, StragglerDetector
+from adaptra_megatron.control.stragglers.straggler_judge import KEPT, StragglerDetector
 from adaptra_megatron.control.stragglers.straggler_reports import CellReport, StragglerVerdict
 from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDetection
 

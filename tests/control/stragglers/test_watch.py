@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 
 import psutil
 import pytest
@@ -13,10 +14,18 @@ import torch.distributed as dist
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.typed_messages import encoded
+from adaptra_megatron.control.deciders.plan_state import Layout
+from adaptra_megatron.control.decisions import MadeDecision
+from adaptra_megatron.control.decisions import TelemetrySection as Requests
 from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Row
+from adaptra_megatron.control.measurements import stage_measurement
+from adaptra_megatron.control.sidecar.planner_client import Begin, NoDecisionError, PlannerClient
+from adaptra_megatron.control.sidecar.planner_connections import HostedChannels
 from adaptra_megatron.control.stragglers import straggler_watch as watches
 from adaptra_megatron.control.stragglers.straggler_host import HostSampler
 from adaptra_megatron.control.stragglers.straggler_watch import JUDGED_FROM, StragglerWatch
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDetection
 from adaptra_megatron.telemetry.scalars import ArrivalFigures
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
@@ -53,7 +62,7 @@ class Host(HostSampler):
 class Ranks:
     """All of the job, in this process."""
 
-    def __init__(self, store: dist.Store, policy: str) -> None:
+    def __init__(self, store: dist.Store, policy: str, host: Callable[[], HostedChannels] | None = None) -> None:
         self.reported = [TelemetrySection() for _ in WORKERS]
         self.sampled: list[int] = []
         """Ranks whose hosts are read."""
@@ -65,6 +74,7 @@ class Ranks:
                 policy,
                 lambda: listen_tcp("127.0.0.1")[0],
                 sampler=lambda rank=rank: self.sampler(rank),  # type: ignore[misc]
+                host=host,
             )
             for rank in WORKERS
         ]
@@ -94,7 +104,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 def judges() -> list[psutil.Process]:
     """All judges' processes that this one has started."""
-    return [each for each in psutil.Process().children() if "straggler_process" in " ".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "planner_process" in " ".join(each.cmdline())]
 
 
 def until(happened: Callable[[], object]) -> None:
@@ -175,6 +185,68 @@ def test_the_end_of_the_judges_process_is_logged_and_ends_the_looking_alone(
     assert "the process that judges stragglers ended by signal SIGKILL" in caplog.text
     assert not ranks.reported[0].events
     assert "cannot send its measurements" not in caplog.text
+
+
+class Planned:
+    """The planner of the lowest rank, which decides for that rank alone."""
+
+    def __init__(self) -> None:
+        begin = Begin(
+            secret=SECRET.hex(),
+            place="exchange/0",
+            reporters=(0,),
+            layout=Layout(stages=1, chunks=1, group_size=None),
+            measures_memory=False,
+            policy="adapt",
+            max_in_flight=None,
+            plan_csv=None,
+            costs_json=None,
+            paths=None,
+            log_level=0,
+        )
+        self.client = PlannerClient(begin, listen_tcp("127.0.0.1")[0], TelemetrySection(), lambda: 0, Requests)
+        self._iteration = 0
+
+    def decide(self) -> MadeDecision:
+        records = [ActionRecord(self._iteration, 0, kind, 0, 0, 0.0, 0.0, 1.0) for kind in "FB"]
+        self._iteration += 1
+        report = encoded(stage_measurement(0, 0, 1, records, ([], []), 0.0))
+        return self.client.decide([(self._iteration - 1, report)])
+
+
+@pytest.mark.timeout(120)
+def test_the_planner_process_finds_stragglers_and_so_does_the_next_one(store: dist.Store) -> None:
+    planned = Planned()
+    ranks = Ranks(store, "off", planned.client.host)
+
+    numbers = count(step=10)
+
+    def seen(kind: type[Event], times: int) -> bool:
+        """Train until so many events have come: what is reported to a process that has just ended is lost."""
+        ranks.train(10, late_s=0.003, first=next(numbers))
+        time.sleep(0.1)
+        return len([event for event in ranks.reported[0].events if isinstance(event, kind)]) >= times
+
+    try:
+        planned.decide()
+        until(lambda: seen(StragglerDetection, 1))
+        assert [each.pid for each in judges()] == [planned.client.process_id], "a second process"
+        assert planned.decide().until == 1, "planning goes on beside it"
+        (first,) = judges()
+        first.kill()
+        with pytest.raises(NoDecisionError):
+            planned.decide()
+        planned.decide()
+        until(lambda: seen(StragglerDetection, 2))
+        assert [each.pid for each in judges()] == [planned.client.process_id]
+        logged = len([event for event in ranks.reported[0].events if isinstance(event, ArrivalsSeen)])
+        seen(ArrivalsSeen, 0)
+        time.sleep(0.5)  # ten looks
+        planned.client.close()
+    finally:
+        ranks.close()
+    assert {event.after for event in ranks.reported[0].events if isinstance(event, StragglerDetection)} == {"late"}
+    assert seen(ArrivalsSeen, logged + 1), "its last verdict"
 
 
 @pytest.mark.timeout(60)

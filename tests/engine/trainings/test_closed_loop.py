@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.control.exchange import DELAY
+from adaptra_megatron.control.decisions import DELAY
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.event_log import read_events

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.control.exchange import DELAY
+from adaptra_megatron.control.decisions import DELAY
 from adaptra_megatron.telemetry.event_log import read_events
 from adaptra_megatron.telemetry.events import PathChosen, PlanMade, PlanSwitched, StampedEvent
 from campaigns.story_check import FOUND_WITHIN

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the job's straggler process, a sidecar of its lowest rank: it collects reports of all cells and finds
-stragglers."""
+"""Find the replicas that come last, and why, from the reports of all cells."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
@@ -15,19 +10,11 @@ from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.control.detector.straggler_arrivals import WINDOW, HostFigures, Late, Row, Stragglers
 from adaptra_megatron.control.detector.straggler_causes import StragglerCause, explain
-from adaptra_megatron.control.sidecar.report_connections import ReportServer
-from adaptra_megatron.control.sidecar.sidecar_process import Notes, allow_connections, packed, serve
 from adaptra_megatron.control.stragglers.straggler_reports import (
     MOST_ROWS,
-    TO_JUDGE,
-    CellReport,
-    Finish,
-    JudgeBegin,
     LateCell,
     Reports,
-    StragglerServiceReply,
     StragglerVerdict,
-    report_of,
 )
 from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDetection
 
@@ -200,65 +187,3 @@ class StragglerDetector:
                 "'adaptra-megatron[monitor]' on all hosts",
                 " and ".join(missing),
             )
-
-
-class JudgeProcess:
-    """Tasks of the straggler process, in one event loop."""
-
-    def __init__(self, channel: socket.socket, listener: socket.socket, begin: JudgeBegin, notes: Notes) -> None:
-        self._channel, self._pace, self._notes = channel, begin.pace, notes
-        self._cells = {rank: cell for cell, rank, _ in begin.cells}
-        self._judge = StragglerDetector({cell: (rank, host) for cell, rank, host in begin.cells}, notes.log)
-        self._reports: dict[Cell, CellReport] = {}
-        self._finished = asyncio.Event()
-        self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, self._cells, self._add)
-        self._server.listen(listener)
-
-    async def work(self) -> None:
-        """Judge reports until the rank sends Finish. Raises ChannelEndedError if its channel ends before."""
-        await asyncio.gather(self._listen(), self._look())
-
-    async def _listen(self) -> None:
-        message, _ = await TO_JUDGE.receive_async(self._channel)
-        assert isinstance(message, Finish), f"{message} came instead of the end"
-        self._finished.set()
-
-    async def _look(self) -> None:
-        backoff, verdict = self._pace.backoff(), StragglerVerdict()
-        while not self._finished.is_set():
-            with contextlib.suppress(asyncio.TimeoutError):
-                pause_s = self._pace.pause_s(backoff.next_s(), self._iteration_s(), verdict.late)
-                await asyncio.wait_for(self._finished.wait(), pause_s)
-            before, verdict = verdict, self._judge.look(self._reports, time.monotonic())
-            last = self._finished.is_set()
-            if last:
-                self._judge.finish()
-            lines, events = self._notes.take_all()
-            if last or lines or events or verdict != before:
-                judged = StragglerServiceReply(verdict=verdict, lines=lines, events=events, last=last)
-                await asyncio.get_running_loop().sock_sendall(self._channel, packed(judged))
-
-    def _iteration_s(self) -> float:
-        """Return the seconds of a recently reported iteration; 0 before the first."""
-        rows = next((report.rows for report in self._reports.values() if report.rows), ())
-        return rows[-1].seconds if rows else 0.0
-
-    def _add(self, rank: int, number: int, report: bytes) -> None:
-        try:
-            self._reports[self._cells[rank]] = report_of(report)
-        except ValueError as cause:
-            logger.warning("the report of rank %d on its arrivals cannot be decoded: %s", rank, cause)
-
-
-async def _work(channel: socket.socket, listener: socket.socket) -> None:
-    begin, _ = await TO_JUDGE.receive_async(channel)
-    assert isinstance(begin, JudgeBegin), f"{begin} came first"
-    notes = Notes()
-    notes.collect(begin.log_level)
-    allow_connections(len(begin.cells), "judge of stragglers")
-    await JudgeProcess(channel, listener, begin, notes).work()
-
-
-def main(arguments: list[str]) -> None:
-    """Run the process. `arguments`: descriptor of its channel, and process id of its parent."""
-    serve(arguments, _work)

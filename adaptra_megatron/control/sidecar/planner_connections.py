@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connect ranks to a sidecar process of another rank: they send reports, and receive decisions.
+"""Connect a planner process: by a channel with its rank, and by TCP with all other ranks, which send it reports.
 
-Decisions are in the job's store as well, for ranks without a connection.
+The channel is a unix socket. Each frame is a message and raw bytes (`along`). If the channel ends, the other process
+has ended. Over TCP, ranks send reports and receive decisions, which are in the job's store, too, for ranks without a
+connection. This module must not import torch, since planner processes import it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import queue
 import random
 import socket
 import struct
@@ -16,9 +19,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.child_process import ChildProcess
 from adaptra_megatron.common.handshake import (
     JOB_NBYTES,
     MOST_UNPROVEN,
@@ -28,12 +33,169 @@ from adaptra_megatron.common.handshake import (
     HandshakeRefusal,
     Purpose,
     connect,
+    receive_exactly,
+    send_descriptor,
     tune_connection,
 )
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.common.typed_messages import Decoder
+from adaptra_megatron.common.typed_messages import Decoder, TaggedMessage, encoded
 from adaptra_megatron.control.decisions import MAX_DECISION_NBYTES
 from adaptra_megatron.control.measurements import MAX_REPORT_NBYTES, StageMeasurement, measurement_of
+from adaptra_megatron.telemetry.events import Event, decode
+
+_MOST_NBYTES = 1 << 26
+_MOST_ALONG_NBYTES = 1 << 30
+_HEAD = struct.Struct("<II")
+"""Bytes of the message, and of the raw bytes after it."""
+
+
+class ChannelEndedError(ConnectionError):
+    """The other process has ended, or sent something invalid."""
+
+
+class ChannelClosedError(ChannelEndedError):
+    """The other process has closed its end."""
+
+
+Received = TypeVar("Received", bound=TaggedMessage)
+
+
+def packed(message: TaggedMessage, along: Sequence[bytes] = ()) -> bytes:
+    """Return the frame of a message. `along`: raw bytes to append."""
+    body = encoded(message)
+    return b"".join((_HEAD.pack(len(body), sum(map(len, along))), body, *along))
+
+
+def send(channel: socket.socket, message: TaggedMessage, along: Sequence[bytes] = ()) -> None:
+    """Send a message and raw bytes. Raises ChannelEndedError if the other process has ended, or does not read them
+    within the channel's timeout."""
+    try:
+        channel.sendall(packed(message, along))
+    except OSError as cause:
+        raise ChannelEndedError(f"does not listen: {cause}") from cause
+
+
+class SidecarMessages(Generic[Received]):
+    """Decoder of all messages of one channel in one direction."""
+
+    def __init__(self, kinds: Any) -> None:
+        """Set up. `kinds`: the type of the messages, or a union of types."""
+        self._decode: Decoder[Received] = Decoder(kinds, _MOST_NBYTES)
+
+    def receive(self, channel: socket.socket) -> tuple[Received, bytes]:
+        """Return the next message and its raw bytes, on a blocking channel. Raises ChannelEndedError, also if none
+        comes within the timeout."""
+        try:
+            body_nbytes, along_nbytes = _sizes(_exactly(channel, _HEAD.size))
+            return self._message(_exactly(channel, body_nbytes)), _exactly(channel, along_nbytes)
+        except TimeoutError as cause:
+            raise ChannelEndedError(f"did not answer within {channel.gettimeout():g} s") from cause
+        except ChannelEndedError:
+            raise
+        except OSError as cause:
+            raise ChannelEndedError(str(cause)) from cause
+
+    async def receive_async(self, channel: socket.socket) -> tuple[Received, bytes]:
+        """Return the next message and its raw bytes, on a channel that does not block. Raises ChannelEndedError."""
+        try:
+            body_nbytes, along_nbytes = _sizes(await receive_exactly(channel, _HEAD.size))
+            body = await receive_exactly(channel, body_nbytes)
+            return self._message(body), await receive_exactly(channel, along_nbytes)
+        except OSError as cause:
+            raise ChannelEndedError(str(cause)) from cause
+
+    def _message(self, body: bytes) -> Received:
+        try:
+            return self._decode(body)
+        except ValueError as cause:
+            raise ChannelEndedError(f"sent an invalid message: {cause}") from cause
+
+
+class Sidecar(ChildProcess):
+    """A sidecar process that serves a listener of its rank, and the channel of messages to it."""
+
+    def __init__(self, module: str, listener: socket.socket, begin: TaggedMessage, timeout_s: float) -> None:
+        """Start the process (see ChildProcess). `begin`: its first message. `timeout_s`: of the channel."""
+        super().__init__(module, socket.SOCK_STREAM)
+        self.channel.settimeout(timeout_s)
+        with contextlib.suppress(OSError):  # it has ended: seen where the channel is used next
+            send_descriptor(self.channel, listener.fileno())
+            send(self.channel, begin)
+
+    def close(self) -> str:
+        """End the process. Return how it ended."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self.channel.shutdown(socket.SHUT_RDWR)
+        return self.end(0.5)
+
+
+class HostedChannels:
+    """Channels of one thread of this rank to a second service in its planner processes, one per process.
+
+    The process's end of a channel is sent to it right after its first message. A channel ends with its process, and
+    the next process gets another. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._made: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self.closed = False
+        """True once no planner process follows."""
+
+    def connect(self, process: Sidecar) -> None:
+        """Make the channel to a new planner process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs, contextlib.suppress(OSError):  # it has ended: seen where the channel is used next
+            send_descriptor(process.channel, theirs.fileno())
+        self._made.put(ours)
+
+    def take(self) -> socket.socket | None:
+        """Return the channel to the latest planner process, which the caller owns; None if it has been taken."""
+        latest = None
+        while not self._made.empty():
+            if latest is not None:
+                latest.close()
+            latest = self._made.get()
+        return latest
+
+
+def _sizes(head: bytes) -> tuple[int, int]:
+    sizes: tuple[int, int] = _HEAD.unpack(head)
+    if sizes[0] > _MOST_NBYTES or sizes[1] > _MOST_ALONG_NBYTES:
+        raise ChannelEndedError(f"announces {sizes[0]} and {sizes[1]} bytes")
+    return sizes
+
+
+def _exactly(channel: socket.socket, nbytes: int) -> bytes:
+    found = bytearray(nbytes)
+    rest = memoryview(found)
+    while rest:
+        received = channel.recv_into(rest)
+        if not received:
+            raise ChannelClosedError("ended")
+        rest = rest[received:]
+    return bytes(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line for the log."""
+
+    module: str
+    level: int
+    text: str
+
+
+def log_lines(lines: tuple[Line, ...], word: str = "") -> None:
+    """Log lines of a sidecar process of this rank. `word`: prefix of each."""
+    for line in lines:
+        logger_of(line.module).log(line.level, "%s%s", word, line.text)
+
+
+def log_events(events: tuple[str, ...], log: Callable[[Event], None]) -> None:
+    """Pass the events of a sidecar process of this rank to its telemetry."""
+    for event in events:
+        log(decode(event).event)
+
 
 HEAD = struct.Struct("<QI")
 """Header of a report to the planner process, or of a decision from it: iteration, bytes."""
@@ -178,7 +340,7 @@ class ReportServer:
         """Accept connections on a listening socket from now on."""
         self._acceptor.listen(listener)
 
-    def pass_on(self, iteration: int, decision: bytes) -> None:
+    def send_all(self, iteration: int, decision: bytes) -> None:
         """Send a decision to all connected ranks; never waits."""
         frame = framed(iteration, decision)
         for writer in self._writers.values():
