@@ -13,7 +13,7 @@ from adaptra_megatron.telemetry.event_log import EventLogError
 from adaptra_megatron.telemetry.event_wording import link_name
 from adaptra_megatron.telemetry.log_lines import duration, percent
 from adaptra_megatron.telemetry.trace import TraceError
-from adaptra_megatron.tools.cli.planning.inputs import InputError
+from adaptra_megatron.tools.cli.planning.inputs import InputError, write_page
 from adaptra_megatron.tools.cli.terminal import no_cycle_collection, print_table, shown_progress
 from adaptra_megatron.tools.recordings.reading import read_recording
 from adaptra_megatron.tools.recordings.recorded_places import Asked
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"trace": str(options.trace), "understood": False, "doubt": reason, "error": reason}))
         return 2
     if options.html is not None:
-        _write(options.html, analysis_page(analysis))
+        write_page(options.html, analysis_page(analysis), "--html")
     if options.json:
         print(json.dumps(figures(analysis), allow_nan=False))
     else:
@@ -178,14 +178,6 @@ def _analysed(options: argparse.Namespace) -> Analysis:
         raise InputError(f"{options.trace}: {error}") from error
     except OSError as error:
         raise InputError(f"cannot read {error.filename or options.trace}: {error.strerror or error}") from error
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; name another --html") from error
 
 
 def _print_text(analysis: Analysis) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from dataclasses import replace
@@ -26,7 +25,7 @@ from adaptra_megatron.telemetry.trace_requests import (
     parse_request,
     request_directory,
 )
-from adaptra_megatron.tools.cli.planning.inputs import InputError, count, seconds
+from adaptra_megatron.tools.cli.planning.inputs import InputError, above_zero, count, seconds, write_page
 from adaptra_megatron.tools.cli.terminal import add_progress_option, shown_progress
 from adaptra_megatron.tools.recordings.run_files import renumbered
 from adaptra_megatron.tools.recordings.run_record import read_run
@@ -83,11 +82,7 @@ def _run_report(options: argparse.Namespace) -> None:
     except OSError as error:
         raise InputError(f"cannot read {error.filename or options.directory}: {error.strerror or error}") from error
     output = options.output or options.directory / "report.html"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror or error}; name another --output") from error
+    write_page(output, page, "--output")
     for sentence in run.missing:
         print(f"missing: {sentence}", file=sys.stderr)
     print(output)
@@ -370,10 +365,4 @@ def _steps(text: str) -> set[int]:
 
 
 def _gib(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0.0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GiB above 0")
-    return found
+    return above_zero(text, "no number of GiB")

@@ -10,15 +10,13 @@ sub-directories for some steps each. Files are read one at a time, large ones by
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from adaptra_megatron.schedule.ir import Placement
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
 from adaptra_megatron.tools.recordings.ranges import FileRanges, read_ranges
 from adaptra_megatron.tools.recordings.recorded_places import Asked, Places, places_of
 from adaptra_megatron.tools.recordings.recorded_steps import (
@@ -38,12 +36,10 @@ from adaptra_megatron.tools.recordings.recording import (
     Wanted,
     understood,
 )
+from adaptra_megatron.tools.recordings.run_files import in_processes
 from adaptra_megatron.tools.recordings.trace_events import head_of, refuse_other_formats
 
 SUFFIXES = (".json", ".json.gz", ".json.bz2", ".json.xz")
-Progress = Callable[[str, int, int], None]
-_WORTH_PROCESSES_NBYTES = 16 << 20
-_MOST_PROCESSES = 8
 _NUMBERS = re.compile(r"(\d+)")
 _FOLDER_STEP = re.compile(r"(?:iteration|step)[ _-]*(\d{1,18})", re.IGNORECASE)
 
@@ -132,18 +128,10 @@ def _read_all(path: Path, paths: Sequence[Path], notes: list[str], progress: Pro
 
 
 def _in_processes(paths: Sequence[Path]) -> Iterator[FileRanges | NoTraceError]:
-    processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), len(paths))
-    if processes < 2 or sum(path.stat().st_size for path in paths) < _WORTH_PROCESSES_NBYTES:
-        yield from map(_read, paths)
-        return
-    # No fork: a program that draws a progress bar has threads.
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver")) as pool:
-        try:
-            yield from pool.map(_read, paths)
-        except BrokenProcessPool as error:
-            raise RecordingError(
-                f"a process that read {paths[0].parent} was killed: is there enough memory?"
-            ) from error
+    try:
+        yield from in_processes(_read, paths)
+    except BrokenProcessPool as error:
+        raise RecordingError(f"a process that read {paths[0].parent} was killed: is there enough memory?") from error
 
 
 def _read(path: Path) -> FileRanges | NoTraceError:

@@ -27,10 +27,11 @@ from typing import Any
 
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
 from adaptra_megatron.telemetry.event_log import read_events
 from adaptra_megatron.telemetry.events import LinkDetection, PlanSwitched, RunStarted, StampedEvent
 from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError, read_trace
-from adaptra_megatron.tools.recordings.chrome import Progress, read_chrome
+from adaptra_megatron.tools.recordings.chrome import read_chrome
 from adaptra_megatron.tools.recordings.naming import seconds_of, whole
 from adaptra_megatron.tools.recordings.recorded_places import Asked
 from adaptra_megatron.tools.recordings.recorded_steps import RecordedAction, steps_of

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from adaptra_megatron.common.reasons import reason_text, with_numbers
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
@@ -33,8 +34,7 @@ from adaptra_megatron.telemetry.events import (
 )
 from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the work, the part that is done, and the total."""
+Read = TypeVar("Read")
 WORTH_PROCESSES_NBYTES = 16 << 20
 """Total size from which on several processes read faster than one."""
 MOST_PROCESSES = 8
@@ -108,7 +108,7 @@ def read_pipelines(
     paths = [path for lane in lanes for path in lane]
     traces: dict[Path, RankTrace] = {}
     missing: list[str] = []
-    for number, (path, (trace, damage)) in enumerate(zip(paths, _read_all(paths), strict=True), start=1):
+    for number, (path, (trace, damage)) in enumerate(zip(paths, in_processes(_read, paths), strict=True), start=1):
         traces[path] = trace
         missing += damage
         if progress is not None:
@@ -116,14 +116,16 @@ def read_pipelines(
     return [[traces[path] for path in lane] for lane in lanes], missing
 
 
-def _read_all(paths: Sequence[Path]) -> Iterator[tuple[RankTrace, list[str]]]:
+def in_processes(read: Callable[[Path], Read], paths: Sequence[Path]) -> Iterator[Read]:
+    """Yield what `read` returns for each of `paths`, in order: by several processes if the files are large. Raises
+    BrokenProcessPool if one of them is killed."""
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(paths))
     if processes < 2 or sum(path.stat().st_size for path in paths) < WORTH_PROCESSES_NBYTES:
-        yield from map(_read, paths)
+        yield from map(read, paths)
         return
     # No fork: a program that draws a progress bar has threads.
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver")) as pool:
-        yield from pool.map(_read, paths)
+        yield from pool.map(read, paths)
 
 
 def _read(path: Path) -> tuple[RankTrace, list[str]]:

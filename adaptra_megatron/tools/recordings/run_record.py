@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.event_log import FILE_PATTERN as EVENT_FILES
 from adaptra_megatron.telemetry.event_log import read_events
@@ -26,7 +27,6 @@ from adaptra_megatron.telemetry.events import (
 from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError
 from adaptra_megatron.tools.recordings.run_files import (
     Numbering,
-    Progress,
     cut_short,
     damaged,
     find_pipelines,

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
 from adaptra_megatron.tools.recordings.recording import Recording
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.remedies import Remedies, Remedy, remedies_for
@@ -23,7 +24,6 @@ from adaptra_megatron.tools.replay.replay_engine import (
 from adaptra_megatron.tools.replay.replay_graph import StepGraph, StepTimes, graph_of
 from adaptra_megatron.tools.replay.replayed_what_if import ReplayedStragglers, ideal_seconds, stragglers_of
 
-Progress = Callable[[str, int, int], None]
 CREDIBLE = 0.05
 """Share of a step by which a replay may differ from the recording and still explain it."""
 _TOO_LONG = 0.02

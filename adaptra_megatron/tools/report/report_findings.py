@@ -13,9 +13,9 @@ from statistics import mean, median
 
 from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events import PlanSwitched
-from adaptra_megatron.tools.recordings.run_files import Progress
 from adaptra_megatron.tools.recordings.run_record import Part, RunIteration, RunRecord
 from adaptra_megatron.tools.report.waiting import Cause, CauseKind, Flight, IterationAnalysis, WaitingPhase
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
 from adaptra_megatron.telemetry.event_wording import link_name
 from adaptra_megatron.telemetry.events import (
     ArrivalsSeen,
@@ -29,7 +30,6 @@ from adaptra_megatron.telemetry.events import (
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.log_lines import duration, percent
-from adaptra_megatron.tools.recordings.run_files import Progress
 from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at, replicas_of
 from adaptra_megatron.tools.report.iteration_chart import IterationChart, event_rows, worth_a_row
 from adaptra_megatron.tools.report.report_findings import SLOW_SHARE, PartFinding, Use, distinct, find, saved_seconds

@@ -197,13 +197,27 @@ def count(text: str) -> int:
 
 def seconds(text: str) -> float:
     """Parse a duration in seconds, above 0, as an argparse type."""
+    return above_zero(text, "not a number of seconds")
+
+
+def above_zero(text: str, otherwise: str) -> float:
+    """Parse a number above 0. `otherwise`: what the text is if it is none, for argparse."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is {otherwise} above 0")
     return value
+
+
+def write_page(path: Path, page: str, option: str) -> None:
+    """Write a page to the file that `option` names. Raises InputError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; name another {option}") from error
 
 
 def read_text(path: Path) -> str:
