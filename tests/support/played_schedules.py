@@ -34,7 +34,7 @@ def played(schedule: Schedule, costs: Costs, *, iteration: int = 0, start_s: flo
                         end_s,
                     )
                 )
-                ends_s[action] = free_s[stage] = end_s
+                ends_s[action._replace(combined=False)] = free_s[stage] = end_s
                 progress = True
         assert progress, "the schedule deadlocks"
     return records
