@@ -86,8 +86,8 @@ class StageMemory:
 class _Change(NamedTuple):
     kind: Kind
     chunk: int
-    nbytes: int
-    """Allocated bytes after the action minus those before."""
+    nbytes: int | None
+    """Allocated bytes after the action minus those before; None if it was one of a combined action."""
     peak_nbytes: int
     """Peak of the bytes in use since the end of the action before."""
 
@@ -149,10 +149,13 @@ class MemoryMeter:
         if self._sampling:
             self._before_nbytes = self._source.allocated_nbytes()
 
-    def after(self, kind: Kind, chunk: int) -> None:
-        """Note that the action has been computed (on a GPU: launched; the allocator counts at launch)."""
+    def after(self, kind: Kind, chunk: int, *, alone: bool = True) -> None:
+        """Note that the action has been computed (on a GPU: launched; the allocator counts at launch).
+
+        `alone`: False for the two of a combined action, which grow and shrink the memory at once.
+        """
         if self._sampling:
-            nbytes = self._source.allocated_nbytes() - self._before_nbytes
+            nbytes = self._source.allocated_nbytes() - self._before_nbytes if alone else None
             self._changes.append(_Change(kind, chunk, nbytes, self._source.peak_nbytes()))
             self._source.begin_peak()
 
@@ -216,17 +219,20 @@ def _typical_nbytes(changes: Sequence[_Change], message_nbytes: int) -> tuple[di
     The latter is the growth over the forward plus that over the input gradient of the same micro-batch: the
     micro-batches of a chunk run in one order.
     """
-    taken: dict[int, list[int]] = defaultdict(list)
+    taken: dict[int, list[int | None]] = defaultdict(list)
     waiting: dict[int, list[int]] = defaultdict(list)
     backwards: dict[int, int] = defaultdict(int)
     for kind, chunk, nbytes, _ in changes:
         if kind is Kind.FORWARD:
-            taken[chunk].append(nbytes + message_nbytes)
+            taken[chunk].append(None if nbytes is None else nbytes + message_nbytes)
         elif kind.sends_gradient:
-            if kind is Kind.BACKWARD_INPUT:
-                waiting[chunk].append(taken[chunk][backwards[chunk]] + nbytes)
+            before = taken[chunk][backwards[chunk]]
+            if kind is Kind.BACKWARD_INPUT and nbytes is not None and before is not None:
+                waiting[chunk].append(before + nbytes)
             backwards[chunk] += 1
+    # No forward of the first micro-batch is combined: the first backward of the stage comes after all of them.
+    alone = {chunk: [each for each in nbytes if each is not None] for chunk, nbytes in taken.items()}
     return (
-        {chunk: max(1.0, float(np.quantile(nbytes, TYPICAL))) for chunk, nbytes in taken.items()},
+        {chunk: max(1.0, float(np.quantile(nbytes, TYPICAL))) for chunk, nbytes in alone.items()},
         {chunk: max(0.0, float(np.quantile(nbytes, TYPICAL))) for chunk, nbytes in waiting.items()},
     )

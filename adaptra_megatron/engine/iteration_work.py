@@ -72,7 +72,8 @@ class IterationWork:
             replica=self._layout.cell.replica,
             micro_batches=call.micro_batches if self._layout.replicas > 1 else None,
         )
-        steps = self._steps(call, program) if planned else planned_steps(program)
+        in_order = not planned or schedule.combines
+        steps = planned_steps(program) if in_order else self._steps(call, program)
         return Work(program, addresses, self._account(call), steps)
 
     def _compiled(self, call: PipelineCall, schedule: Schedule, *, planned: bool) -> Program:

@@ -243,6 +243,7 @@ class Pipeline:
             shared_queue=has_one_queue(device),
             serial_queue=has_serial_queue(config, device),
             staggered=config.staggered_optimizer,
+            combined=call.combines,
         )
         memory = memory or memory_of(device)
         spans = recomputed_spans(call.config, call.model_chunks)

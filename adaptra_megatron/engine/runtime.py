@@ -22,7 +22,7 @@ from adaptra_megatron.common.log import is_first_rank, logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.stage_memory import MemorySource
 from adaptra_megatron.engine.features import Decorate, MakeHooks, make_features
-from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature
+from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, Inputs
 from adaptra_megatron.engine.measuring import make_telemetry
 from adaptra_megatron.engine.pipeline import Pipeline
 from adaptra_megatron.engine.rank_transports import keeps_stock
@@ -247,7 +247,7 @@ class AdaptraRuntime:
         inputs = stock_inputs(call)
         for each in pipeline.hooks:
             inputs = each.wrap_inputs(call, inputs)
-        computation = MegatronComputation(call, self.weight_gradients, inputs)
+        computation = self._computation_of(call, inputs)
         decorated: StageComputation = computation
         for each in pipeline.hooks:
             decorated = each.wrap_computation(call, decorated)
@@ -268,6 +268,13 @@ class AdaptraRuntime:
             for each in pipeline.hooks:
                 losses = each.wrap_losses(call, losses)
         return Attempted(report, schedule, losses)
+
+    def _computation_of(self, call: PipelineCall, inputs: Inputs) -> MegatronComputation:
+        if call.forward_only or not call.combines:  # stock combines nothing in evaluations
+            return MegatronComputation(call, self.weight_gradients, inputs)
+        from adaptra_megatron.megatron.combined_computation import CombinedComputation
+
+        return CombinedComputation(call, self.weight_gradients, inputs)
 
     def last_plan(self) -> tuple[int, str] | None:
         """Return number and fingerprint of the last training iteration's plan; None if no pipeline ran it.

@@ -50,6 +50,11 @@ DIFFERENCES = (
         "0.18",
         "the module transformer.moe.moe_logging",
     ),
+    Difference(
+        "the stream of experts' all-to-alls in combined 1F1B may have a high priority",
+        "0.18",
+        "the parameter of set_streams",
+    ),
     Difference("schedules make the default groups in _build_default_pg_collection", "0.19", "the function"),
     Difference("the linear layers' autograd function takes ten inputs", "0.19", "the parameters of its forward"),
     Difference(
@@ -129,6 +134,21 @@ def backward_step(
     rest = (schedules.get_model_type(model), config) if with_type else (config,)
     gradient: torch.Tensor | None = schedules.backward_step(*tensors, *rest)
     return gradient
+
+
+def combined_step(config: Any, *given: Any, **keywords: Any) -> tuple[Any, Any, Any]:
+    """Call Megatron's combined_forward_backward_step, on the streams of stock's schedule.
+
+    Returns the output of the forward, its number of tokens, and the input gradient of the backward; None for a missing
+    one.
+    """
+    # Imported here: only jobs with combined 1F1B need it.
+    from megatron.core.pipeline_parallel import combined_1f1b
+
+    priority = _takes(combined_1f1b.set_streams, "high_priority")
+    combined_1f1b.set_streams(**({"high_priority": config.high_priority_a2a_comm_stream} if priority else {}))
+    output, tokens, gradient = combined_1f1b.combined_forward_backward_step(*given, **keywords)
+    return output, tokens, gradient
 
 
 def is_encoder_decoder(model: torch.nn.Module) -> bool:

@@ -16,8 +16,32 @@ from adaptra_megatron.megatron.gradients.linear_wgrad import DelayedGradient, We
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
+class ForwardPart(NamedTuple):
+    """The forward of a combined action."""
+
+    chunk: int
+    micro_batch: int
+    input_tensor: torch.Tensor | None
+    """None on the first virtual stage."""
+
+
+class BackwardPart(NamedTuple):
+    """The backward of a combined action."""
+
+    chunk: int
+    micro_batch: int
+    input_tensor: torch.Tensor | None
+    output_tensor: torch.Tensor
+    output_gradient: torch.Tensor | None
+    split: bool
+    """Whether weight gradients are left for later."""
+
+
+Send = Callable[[torch.Tensor], None]
+
+
 class StageComputation(Protocol):
-    """Interface of the computation that the executor runs; emulation wraps these three methods."""
+    """Interface of the computation that the executor runs; emulation wraps these four methods."""
 
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         """Return the output of the chunk; on the last virtual stage, the loss. `input_tensor` is None on the first
@@ -40,6 +64,15 @@ class StageComputation(Protocol):
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
         """Accumulate the weight gradients that the split backward of this micro-batch left."""
+
+    def forward_backward(
+        self, forward: ForwardPart, backward: BackwardPart, send_output: Send, send_gradient: Send
+    ) -> torch.Tensor:
+        """Compute a forward and a backward as one, layer by layer; return the output of the forward.
+
+        `send_output`, `send_gradient`: called with the output of the forward's layers and with the gradient of the
+        backward's input as soon as these have been launched, in this order.
+        """
 
 
 class SurroundedComputation:
@@ -75,6 +108,16 @@ class SurroundedComputation:
         with self._around("W", chunk, micro_batch):
             self._computation.weight_gradient(chunk, micro_batch)
 
+    def forward_backward(
+        self, forward: ForwardPart, backward: BackwardPart, send_output: Send, send_gradient: Send
+    ) -> torch.Tensor:
+        """See StageComputation. Runs within the contexts of both actions."""
+        with (
+            self._around("F", forward.chunk, forward.micro_batch),
+            self._around("I" if backward.split else "B", backward.chunk, backward.micro_batch),
+        ):
+            return self._computation.forward_backward(forward, backward, send_output, send_gradient)
+
 
 class Input(NamedTuple):
     """Input of Megatron's forward_step for a micro-batch, besides the activation of another stage."""
@@ -91,7 +134,7 @@ def stock_inputs(call: PipelineCall) -> Callable[[int, int], Input]:
 
 
 class MegatronComputation:
-    """StageComputation for one iteration of a Megatron model."""
+    """StageComputation for one iteration of a Megatron model without combined 1F1B, or of an evaluation."""
 
     def __init__(
         self,
@@ -114,8 +157,6 @@ class MegatronComputation:
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         call = self._call
         iterator, number = self._inputs(chunk, micro_batch)
-        first = chunk not in self._begun
-        self._begun.add(chunk)
         output_tensor: torch.Tensor
         output_tensor, tokens = schedules.forward_step(
             self._forward_step_func,
@@ -129,8 +170,7 @@ class MegatronComputation:
             collect_non_loss_data=call.collect_non_loss_data,
             # Stock sets it for num_microbatches_with_partial_activation_checkpoints, which is refused.
             checkpoint_activations_microbatch=None,
-            # Of the chunk, in the order that it runs: Transformer Engine casts weights to FP8 at the first forward.
-            is_first_microbatch=schedules.check_first_val_step(call.first_val_step, call.forward_only, first),
+            is_first_microbatch=self._is_first(chunk),
             current_microbatch=number,
             vp_stage=chunk if call.interleaved else None,
             is_last_stage=(call.stage, chunk) == call.last_place,
@@ -159,15 +199,29 @@ class MegatronComputation:
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
         self._queue.compute(self._left.pop((chunk, micro_batch)))
 
+    def forward_backward(
+        self, forward: ForwardPart, backward: BackwardPart, send_output: Send, send_gradient: Send
+    ) -> torch.Tensor:
+        raise AssertionError("a combined action is only for models with --overlap-moe-expert-parallel-comm")
+
+    def _is_first(self, chunk: int) -> bool:
+        """Return what stock's forward_step gets as `is_first_microbatch`. Call it once per forward.
+
+        Of the chunk, in the order that it runs: Transformer Engine casts weights to FP8 at the first forward.
+        """
+        first = chunk not in self._begun
+        self._begun.add(chunk)
+        return bool(schedules.check_first_val_step(self._call.first_val_step, self._call.forward_only, first))
+
 
 def _owned_forward_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """Wrap the training script's forward_step and its loss functions, so that their errors count as the
     script's own.
     """
 
-    def forward_step(*given: Any) -> tuple[Any, Any]:
+    def forward_step(*given: Any, **keywords: Any) -> tuple[Any, Any]:
         with of_script():
-            output, loss_function = function(*given)
+            output, loss_function = function(*given, **keywords)
         return output, None if loss_function is None else owned(loss_function)
 
     return forward_step

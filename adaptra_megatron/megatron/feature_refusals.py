@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from adaptra_megatron.megatron.refusals import (
     Refusal,
     UnsupportedFeatureError,
+    combines,
     either,
     has_experts,
     refuse_settings,
@@ -162,6 +163,11 @@ REROUTING = (
         "such replicas compute as one, so none of them can take another's micro-batch; they do not span any where "
         "--expert-model-parallel-size x --expert-tensor-parallel-size is at most --tensor-model-parallel-size x "
         "--context-parallel-size",
+    ),
+    Refusal(
+        "combined 1F1B (--overlap-moe-expert-parallel-comm)",
+        combines,
+        "routed micro-batches are not combined",
     ),
 )
 """Features that --adaptra-reroute does not support. The groups that ranks have made decide on this one again before the

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.megatron.compat import default_groups, groups_keyword
-from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_unsupported
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, combines, refuse_unsupported
 from adaptra_megatron.schedule.classic import check_groups
 from adaptra_megatron.schedule.ir import Place, Placement, interleaved
 
@@ -64,6 +64,11 @@ class PipelineCall:
         stage.
         """
         return self.config.microbatch_group_size_per_vp_stage if self.chunks > 1 else None
+
+    @property
+    def combines(self) -> bool:
+        """Whether Megatron trains with combined 1F1B."""
+        return combines(self.config)
 
     @property
     def placement(self) -> Placement:

@@ -16,6 +16,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.megatron.feature_refusals import errors_of_flags
 from adaptra_megatron.megatron.gradients.split_rules import SplitRule, expected_layers, rule_for
 from adaptra_megatron.megatron.refusals import (
+    combines,
     kept_in_order,
     pipeline_stages,
     refused_of,
@@ -66,11 +67,16 @@ def prospects_of(settings: Any) -> Prospects:
     in_order = kept_in_order(settings) if getattr(settings, "adaptra_policy", "adapt") == "observe" else []
     runs = not any(feature.effect == REFUSED for feature in features)
     forwards_alone = getattr(settings, "forward_only", None) is True
-    splits = runs and stages != 1 and not forwards_alone and getattr(settings, "adaptra_policy", "adapt") == "adapt"
+    combined = combines(settings)
+    adapts = getattr(settings, "adaptra_policy", "adapt") == "adapt"
+    splits = runs and stages != 1 and not forwards_alone and adapts and not combined
     if runs and stages == 1:
         features.append(Feature("a pipeline of 1 stage", "less", "there is no order to adapt", "none"))
     elif runs and forwards_alone:
         features.append(Feature("forwards alone (forward_only)", "less", "not trained: no backward moves", "none"))
+    elif runs and combined and adapts:
+        reason = "stock's order of combined actions runs and is not planned anew; paths of links are chosen as ever"
+        features.append(Feature("combined 1F1B (--overlap-moe-expert-parallel-comm)", "less", reason, "none"))
     features += [
         Feature(name, "less", "observed only: stock's schedule runs, and its actions are not timed", "none")
         for name in in_order

@@ -45,6 +45,8 @@ def either(*names: str) -> Callable[[Any], bool]:
     return lambda config: any(bool(getattr(config, name, False)) for name in names)
 
 
+combines = setting("overlap_moe_expert_parallel_comm")
+"""Whether Megatron trains with combined 1F1B."""
 has_experts = either("num_experts", "num_moe_experts")
 REFUSALS = (
     Refusal(
@@ -54,18 +56,6 @@ REFUSALS = (
             or bool(getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
         ),
         "a captured graph fixes the order of actions that is re-planned here",
-        by_order=True,
-    ),
-    Refusal(
-        "combined 1F1B (--overlap-moe-expert-parallel-comm)",
-        setting("overlap_moe_expert_parallel_comm"),
-        "it fuses a forward and a backward into one action",
-        by_order=True,
-    ),
-    Refusal(
-        "delayed weight gradients (--delay-wgrad-compute)",
-        setting("delay_wgrad_compute"),
-        "it needs combined 1F1B, and weight gradients are scheduled here already",
         by_order=True,
     ),
     Refusal(

@@ -275,6 +275,10 @@ class ValidatedComputation:
         self._staggered.validate()
         return self._inner.backward(*given, **keywords)
 
+    def forward_backward(self, *given: Any) -> torch.Tensor:
+        self._staggered.validate()
+        return self._inner.forward_backward(*given)
+
 
 def _refuse(optimizer: Any) -> None:
     for each in optimizer.chained_optimizers:

@@ -21,7 +21,7 @@ from testing.replacing import Replaced, Replacement
 if TYPE_CHECKING:
     import torch
 
-    from adaptra_megatron.megatron.computation import StageComputation
+    from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, StageComputation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 SecondsOfCall = Callable[..., float]
@@ -82,6 +82,8 @@ class EmulatedCompute:
     forward_s: tuple[float, ...]
     backward_input_s: tuple[float, ...]
     backward_weight_s: tuple[float, ...]
+    combined_share: float = 1.0
+    """Duration of a combined action as a fraction of its forward's and backward's together."""
     slow_down: Callable[[], float] = field(default=lambda: 1.0, compare=False, repr=False)
     """Returns the present factor on all times."""
     full_length: int | None = None
@@ -214,13 +216,35 @@ class _EmulatedComputation:
             computation.weight_gradient,
             lambda chunk, number: compute.weight_seconds(chunk) * self._share(chunk, number),
         )
+        self.forward_backward = compute.lasting(
+            self._combined(computation.forward_backward),
+            lambda forward, backward, *_: (
+                compute.combined_share
+                * (
+                    compute.forward_seconds(forward.chunk) * self._share(*forward[:2])
+                    + compute.backward_seconds(backward.chunk, split=backward.split) * self._share(*backward[:2])
+                )
+            ),
+        )
 
     def _measured(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         output = self._forward(chunk, micro_batch, input_tensor)
-        if self._full_length is not None:
-            passed = output if input_tensor is None else input_tensor  # [sequence, micro-batch, hidden]
-            self._shares[chunk, micro_batch] = passed.shape[0] / self._full_length
+        self._measure(chunk, micro_batch, output if input_tensor is None else input_tensor)
         return output
+
+    def _combined(self, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def forward_backward(forward: ForwardPart, backward: BackwardPart, *sends: Any) -> torch.Tensor:
+            output = compute(forward, backward, *sends)
+            chunk, micro_batch, received = forward
+            self._measure(chunk, micro_batch, output if received is None else received)
+            return output
+
+        return forward_backward
+
+    def _measure(self, chunk: int, micro_batch: int, passed: torch.Tensor) -> None:
+        """Keep the length of a micro-batch. `passed`: [sequence, micro-batch, hidden]."""
+        if self._full_length is not None:
+            self._shares[chunk, micro_batch] = passed.shape[0] / self._full_length
 
     def _share(self, chunk: int, micro_batch: int) -> float:
         return self._shares.get((chunk, micro_batch), 1.0)
@@ -247,7 +271,8 @@ def parse_compute(
     """Return the times of `stage` in `--emulate-compute-ms`: "F,B,W" for all stages, or one triple per stage with
     semicolons.
 
-    Times are milliseconds. `slow_down`, `full_length`: see EmulatedCompute. Raises EmulationError for anything else.
+    Times are milliseconds; a fourth number is the `combined_share`. `slow_down`, `full_length`: see EmulatedCompute.
+    Raises EmulationError for anything else.
     """
     triples = [part.strip() for part in text.split(";")]
     if len(triples) not in (1, stages):
@@ -257,13 +282,15 @@ def parse_compute(
         )
     triple = triples[stage if len(triples) > 1 else 0]
     try:
-        forward, backward_input, backward_weight = (float(value) / 1000 for value in triple.split(","))
+        forward, backward_input, backward_weight, *share = map(float, triple.split(","))
+        (combined_share,) = share or [1.0]
     except ValueError:
         raise EmulationError(f"--emulate-compute-ms: {triple!r} is not F,B,W in milliseconds, as 20,20,10") from None
     return EmulatedCompute(
-        forward_s=(forward,),
-        backward_input_s=(backward_input,),
-        backward_weight_s=(backward_weight,),
+        forward_s=(forward / 1000,),
+        backward_input_s=(backward_input / 1000,),
+        backward_weight_s=(backward_weight / 1000,),
+        combined_share=combined_share,
         slow_down=slow_down,
         full_length=full_length,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from testing.faults.network.link_story import Pause
 
 if TYPE_CHECKING:
-    from adaptra_megatron.megatron.computation import StageComputation
+    from adaptra_megatron.megatron.computation import ForwardPart, StageComputation
 
 
 class Pauses:
@@ -50,7 +50,12 @@ class _PausingComputation:
     def __init__(self, computation: StageComputation, pauses: Pauses) -> None:
         self._forward, self._pauses = computation.forward, pauses
         self.backward, self.weight_gradient = computation.backward, computation.weight_gradient
+        self._forward_backward = computation.forward_backward
 
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         self._pauses.forward(micro_batch)
         return self._forward(chunk, micro_batch, input_tensor)
+
+    def forward_backward(self, forward: ForwardPart, *others: Any) -> torch.Tensor:
+        self._pauses.forward(forward.micro_batch)
+        return self._forward_backward(forward, *others)

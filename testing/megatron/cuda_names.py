@@ -182,6 +182,8 @@ def tensor_names() -> list[Replacement]:
     for owner in (torch.Tensor, torch.nn.Module):
         found.append(Replacement(owner, "cuda", lambda self, *_, **__: self, "the CPU is the device"))
         found.append(Replacement(owner, "to", _to_on_cpu(owner.to), device))
+    stream = "a block of the host's memory is used on no stream"
+    found.append(Replacement(torch.Tensor, "record_stream", _returning(None), stream))
     compared = 'optimizers compare Tensor.type() with "torch.cuda.FloatTensor" and the like'
     found.append(Replacement(torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type), compared))
     return found
@@ -193,6 +195,10 @@ def _isend_of_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
         return isend(tensor.detach(), *args, **keywords)
 
     return stand_in
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
 class _OneWorker(type):
@@ -230,6 +236,14 @@ def distributed_names() -> list[Replacement]:
     def init_over_gloo(backend: str | None = None, *args: Any, device_id: Any = None, **keywords: Any) -> Any:
         return init_process_group("gloo" if backend == "nccl" else backend, *args, **keywords)
 
+    exchange = torch.distributed.all_to_all_single
+
+    @functools.wraps(exchange)
+    def exchange_by_lists(
+        output: Any, given: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **keywords: Any
+    ) -> Any:
+        return exchange(output, given, _as_list(output_split_sizes), _as_list(input_split_sizes), **keywords)
+
     # Megatron's interleaved schedule with overlap_p2p_comm and deallocate_pipeline_outputs frees an output
     # (`out.data = ...`) while its send is pending. NCCL keeps the storage alive; gloo's work keeps the tensor only,
     # and sends freed memory. An alias keeps the storage until the work is done.
@@ -239,6 +253,12 @@ def distributed_names() -> list[Replacement]:
         *(Replacement(owner, "isend", isend, freed) for owner in owners),
         Replacement(c10d, "ProcessGroupGloo", OneWorkerGloo, "two workers of a group may free one string twice"),
         Replacement(torch.distributed, "barrier", barrier_without_device, "gloo refuses device_ids"),
+        Replacement(
+            torch.distributed,
+            "all_to_all_single",
+            exchange_by_lists,
+            "Megatron makes lists of CUDA's sizes alone",
+        ),
         Replacement(torch.distributed, "init_process_group", init_over_gloo, "there is no NCCL: gloo"),
     ]
 

@@ -53,6 +53,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
             moe_router_topk=args.moe_router_topk,
             moe_router_score_function=args.moe_router_score_function,
             moe_router_enable_expert_bias=args.moe_router_enable_expert_bias,
+            moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
             moe_aux_loss_coeff=1e-2,
             moe_z_loss_coeff=1e-3,
         )
@@ -72,6 +73,9 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        overlap_moe_expert_parallel_comm=args.overlap_moe_expert_parallel_comm,
+        delay_wgrad_compute=args.delay_wgrad_compute,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
         sequence_parallel=args.sequence_parallel,
@@ -85,6 +89,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
+        recompute_modules=args.recompute_modules,
         mtp_num_layers=args.mtp_num_layers,
         gradient_accumulation_fusion=fuses_weight_gradient(args),
         bias_activation_fusion=False,
@@ -118,6 +123,7 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         bucket_size=args.ddp_bucket_size,
         average_in_collective=args.ddp_average_in_collective,
+        delay_wgrad_compute=args.delay_wgrad_compute,
     )
     model = []
     for index in range(chunks or 1):

@@ -30,13 +30,19 @@ def join_job(args: argparse.Namespace) -> int:
 
 def set_up_groups(args: argparse.Namespace) -> None:
     """Create Megatron's process groups for the layout in `args`, replacing those of another layout. Collective."""
-    layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    layout = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+        args.expert_model_parallel_size,
+    )
     chunks = args.virtual_pipeline_model_parallel_size
     if parallel_state.model_parallel_is_initialized():
         present = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
         )
         if present == layout and parallel_state.get_virtual_pipeline_model_parallel_world_size() == chunks:
             return
@@ -46,6 +52,7 @@ def set_up_groups(args: argparse.Namespace) -> None:
         tensor_model_parallel_size=layout[0],
         pipeline_model_parallel_size=layout[1],
         context_parallel_size=layout[2],
+        expert_model_parallel_size=layout[3],
         virtual_pipeline_model_parallel_size=chunks,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         distributed_timeout_minutes=args.distributed_timeout_minutes,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -197,15 +196,16 @@ class Trainer:
         return losses
 
     def _forward_step(
-        self, iterator: Iterator[Batch], chunk: DistributedDataParallel
-    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        self, iterator: Iterator[Batch], chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
         group: dict[str, Any] = {}
         if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # from 0.19 on
             group = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
         batch = get_batch_on_this_cp_rank(next(iterator), **group)
         length = batch["tokens"].shape[1]
         future = self._attention_mask[..., :length, :length]
-        output = chunk(batch["tokens"], batch["position_ids"], future, labels=batch["labels"])
+        compute = chunk.build_schedule_plan if return_schedule_plan else chunk
+        output = compute(batch["tokens"], batch["position_ids"], future, labels=batch["labels"])
 
         def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             mask = batch["loss_mask"].view(-1).float()

@@ -42,6 +42,9 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group.add_argument("--context-parallel-size", type=int, default=1)
+    group.add_argument("--expert-model-parallel-size", type=int, default=1)
+    group.add_argument("--overlap-moe-expert-parallel-comm", action="store_true")
+    group.add_argument("--delay-wgrad-compute", action="store_true")
     chunks = group.add_mutually_exclusive_group()
     chunks.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
     chunks.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
@@ -79,10 +82,12 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--moe-router-topk", type=int, default=2)
     group.add_argument("--moe-router-score-function", choices=["softmax", "sigmoid"], default="softmax")
     group.add_argument("--moe-router-enable-expert-bias", action="store_true")
+    group.add_argument("--moe-shared-expert-intermediate-size", type=int, default=None)
     group.add_argument("--mtp-num-layers", type=int, default=None)
     group.add_argument("--recompute-granularity", choices=["full", "selective"], default=None)
     group.add_argument("--recompute-method", choices=["uniform", "block"], default=None)
     group.add_argument("--recompute-num-layers", type=int, default=None)
+    group.add_argument("--recompute-modules", nargs="*", default=None)
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:

@@ -51,9 +51,9 @@ def train(
 def run(order: Order, stage: MadeUpStage, account: ActivationAccount) -> None:
     for action in order:
         stage.receive(action.kind)
-        account.before(action.kind, action.micro_batch, action.chunk)
+        account.before(action)
         stage.compute(action.kind)
-        account.after(action.kind)
+        account.after(action)
         stage.end(action.kind)
     stage.flush()
 
@@ -211,9 +211,9 @@ def test_of_several_chunks_the_largest_activation_counts_and_what_waits_longest_
     account = ActivationAccount(0, None, 0.0, meter)
     for action in order:
         stage = (large, small)[action.chunk]
-        account.before(action.kind, action.micro_batch, action.chunk)
+        account.before(action)
         stage.compute(action.kind)
-        account.after(action.kind)
+        account.after(action)
     report = meter.finish(0)
     assert report is not None
     assert report.activation_nbytes == 100 * MB

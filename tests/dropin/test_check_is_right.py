@@ -47,7 +47,6 @@ JOBS: dict[str, tuple[tuple[str, ...], str, str, int | None]] = {
     "observed": (("--adaptra-policy", "observe"), STARTS, "none", 0),
     "one stage": (("--pipeline-model-parallel-size", "1"), LESS, "none", 0),
     "CUDA graphs": (("--cuda-graph-impl", "local"), REFUSED, "none", 0),
-    "combined 1F1B": (("--overlap-moe-expert-parallel-comm",), REFUSED, "none", 0),
     "FSDP": (("--use-torch-fsdp2",), REFUSED, "none", 0),
 }
 """Flags, verdict, split, and layers that are split; None: as many as each rank has of experts."""

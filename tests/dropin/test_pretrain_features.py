@@ -28,6 +28,7 @@ EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
     "--disable-bias-linear",  # up to 0.15 the router's bias is not initialised: no two runs of stock are equal
 )
+COMBINED = ("--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type", "alltoall", "--bf16")
 
 FEATURES = {
     "overlap-grad-reduce": (4, OVERLAP),
@@ -43,6 +44,7 @@ FEATURES = {
         ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
     ),
     "experts": (4, EXPERTS),
+    "combined": (4, (*EXPERTS, *COMBINED, "--num-layers", "8", *CHUNKS, "--moe-shared-expert-intermediate-size", "32")),
     "untied-embeddings": (2, ("--untie-embeddings-and-output-weights",)),
     "uneven-layers": (2, ("--decoder-first-pipeline-num-layers", "1")),
     "micro-batch-groups": (2, (*CHUNKS, "--microbatch-group-size-per-virtual-pipeline-stage", "4")),

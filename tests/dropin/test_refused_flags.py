@@ -18,8 +18,6 @@ REFUSED = {
     ("--cuda-graph-impl", "local"): "CUDA graphs (--cuda-graph-impl)",
     ("--enable-cuda-graph",): "CUDA graphs (--cuda-graph-impl)",
     ("--external-cuda-graph",): "CUDA graphs (--cuda-graph-impl)",
-    ("--overlap-moe-expert-parallel-comm",): "combined 1F1B (--overlap-moe-expert-parallel-comm)",
-    ("--delay-wgrad-compute",): "delayed weight gradients (--delay-wgrad-compute)",
     ("--hybrid-context-parallel",): "hybrid context parallelism (--hybrid-context-parallel)",
     ("--fine-grained-activation-offloading",): "fine-grained activation offloading",
     ("--use-megatron-fsdp",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
@@ -40,6 +38,7 @@ ACCEPTED = [
     ("--timing-log-level", "2"),
     ("--recompute-granularity", "selective"),
     ("--mtp-num-layers", "1"),
+    ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adaptra_megatron.engine.megatron_spans import RangedTransport, ranged_computation
+from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, Send
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, Transport, TransportError
 
 
@@ -40,6 +41,9 @@ class Computation:
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
         self.called.append((chunk, micro_batch))
 
+    def forward_backward(self, forward: ForwardPart, backward: BackwardPart, *sends: Send) -> torch.Tensor:
+        return 2 * backward.output_tensor
+
 
 def names_of(profile: torch.profiler.profile) -> list[str]:
     return [event.name for event in profile.events() if event.name.startswith("adaptra")]
@@ -54,6 +58,8 @@ def test_actions_are_ranges_and_do_what_they_did() -> None:
         assert ranged.backward(1, 3, None, one, one, split=True) is one
         assert ranged.backward(0, 4, None, one, None, split=False) is None
         ranged.weight_gradient(1, 3)
+        both = ForwardPart(0, 5, None), BackwardPart(1, 4, None, one, None, False)
+        assert torch.equal(ranged.forward_backward(*both, lambda _: None, lambda _: None), 2 * one)
         with pytest.raises(RuntimeError, match="out of memory"):
             ranged.backward(0, 9, None, one, None, split=False)
     assert computation.called == [(1, 3, None, one, one, True), (0, 4, None, one, None, False), (1, 3)]
@@ -62,6 +68,8 @@ def test_actions_are_ranges_and_do_what_they_did() -> None:
         "adaptra I 3, chunk 1",
         "adaptra B 4",
         "adaptra W 3, chunk 1",
+        "adaptra F 5",
+        "adaptra B 4, chunk 1",
         "adaptra B 9",
     ]
 

@@ -44,8 +44,6 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "cuda_graph_impl": ("local", "--cuda-graph-impl"),
     "enable_cuda_graph": (True, "CUDA graphs"),
     "external_cuda_graph": (True, "CUDA graphs"),
-    "overlap_moe_expert_parallel_comm": (True, "--overlap-moe-expert-parallel-comm"),
-    "delay_wgrad_compute": (True, "--delay-wgrad-compute"),
     "hybrid_context_parallel": (True, "--hybrid-context-parallel"),
     "fine_grained_activation_offloading": (True, "--fine-grained-activation-offloading"),
     "use_ring_exchange_p2p": (True, "use_ring_exchange_p2p"),

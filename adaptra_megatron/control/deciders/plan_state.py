@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig, read_costs, read_plan
 from adaptra_megatron.control.decisions import Decision, Order, TelemetrySection
-from adaptra_megatron.schedule.classic import forward_only, split_every_other, stock_order
+from adaptra_megatron.schedule.classic import forward_only, interleaved_combined, split_every_other, stock_order
 from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.schedule_checks import check_schedule
@@ -49,6 +49,8 @@ class Layout:
     whole_first: bool = False
     """Whether backwards run whole until memory is measured. With recompute, a pending W holds all activations of its
     layers, which the forward does not keep."""
+    combined: bool = False
+    """Whether Megatron trains with combined 1F1B: then its order of combined actions runs, and no other is planned."""
     staggered: bool = False
     """Whether a stage begins an iteration as soon as its own part of the one before has ended."""
 
@@ -111,7 +113,8 @@ class PlanState:
     @property
     def adapts(self) -> bool:
         """Whether the order follows measured costs."""
-        return self.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
+        given = self._config.plan_csv is not None or self._given_costs is not None
+        return self.policy == "adapt" and not given and not self.layout.combined
 
     def follow(self, policy: str) -> None:
         """Switch to another policy. Drops plans made from measured costs, so that all ranks start from the same
@@ -232,7 +235,8 @@ class PlanState:
     def _stock_schedule(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._stock:
             layout = self.layout
-            self._stock[micro_batches] = stock_order(layout.stages, micro_batches, layout.chunks, layout.group_size)
+            counts = layout.stages, micro_batches, layout.chunks, layout.group_size
+            self._stock[micro_batches] = interleaved_combined(*counts) if layout.combined else stock_order(*counts)
         return self._stock[micro_batches]
 
     def _stock_peaks(self, micro_batches: int) -> Sequence[float]:
@@ -243,7 +247,8 @@ class PlanState:
     def calibration_schedule(self, micro_batches: int) -> Schedule:
         """Return the order that runs until costs are known: stock's with every other B as I and W, if the caps allow
         it."""
-        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=not self.layout.whole_first)
+        split = not (self.layout.whole_first or self.layout.combined)
+        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=split)
 
     def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:
         layout, stock = self.layout, self._stock_schedule(micro_batches)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,11 +19,11 @@ import torch
 from adaptra_megatron.control.stage_memory import MemoryMeter
 from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
 from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
-from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, StageComputation
 from adaptra_megatron.megatron.gradients.gradient_sync import GradientSync, ParameterSync
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.megatron_iteration import free_content
-from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.ir import Action, Kind
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
 from adaptra_megatron.transport.gpu.training_device import current_device
@@ -109,7 +109,8 @@ class ActivationAccount:
         self.peak = 0.0
         self._cap = cap
         self._meter = meter
-        self._chunk = 0
+        self._in_pair = False
+        """Whether the forward of a combined action has been released, and its backward has not."""
         self._released = {
             Kind.FORWARD: 0.0,
             Kind.BACKWARD: 1.0,
@@ -119,8 +120,12 @@ class ActivationAccount:
         self._taken = {kind: -released for kind, released in self._released.items() if released < 0.0}
         self._taken[Kind.FORWARD] = 1.0
 
-    def before(self, kind: Kind, micro_batch: int, chunk: int) -> None:
-        """Take the activations that the action needs. Raises ActivationCapError rather than exceed the cap."""
+    def before(self, action: Action) -> None:
+        """Take the activations that the action needs. Raises ActivationCapError rather than exceed the cap.
+
+        Of a combined action, call this for both actions, and then `after`.
+        """
+        _, kind, chunk, micro_batch, _ = action
         if (taken := self._taken.get(kind, 0.0)) > 0.0:
             if self._cap is not None and self.held + taken > self._cap + _ROUNDING:
                 what = "forward" if kind is Kind.FORWARD else "input gradient"
@@ -128,14 +133,14 @@ class ActivationAccount:
             self.held += taken
             self.peak = max(self.peak, self.held)
         if self._meter is not None:
-            self._chunk = chunk
             self._meter.before()
 
-    def after(self, kind: Kind) -> None:
+    def after(self, action: Action) -> None:
         """Release the activations that a gradient frees."""
-        self.held -= max(0.0, self._released[kind])
+        self.held -= max(0.0, self._released[action.kind])
+        alone, self._in_pair = not (action.combined or self._in_pair), action.combined
         if self._meter is not None:
-            self._meter.after(kind, self._chunk)
+            self._meter.after(action.kind, action.chunk, alone=alone)
 
     def _refusal(self, cap: float, taken: float, action: str) -> ActivationCapError:
         nbytes = self._meter.activation_nbytes if self._meter is not None else None
@@ -286,37 +291,54 @@ class PipelineExecutor:
     def _run_steps(self, run: _Run, steps: Iterator[ProgramStep]) -> tuple[list[ProgramStep], list[Any]]:
         """Run the steps; return them and the marks between them. Each step begins to wait where the previous
         one ended.
+
+        A combined action, of a forward and the backward behind it, counts as the forward; the backward takes no time.
         """
         ran: list[ProgramStep] = []
         marks = [self._timer.mark()]
         for step in steps:
-            run.inbox.post_before(step)
-            received = run.inbox.take(step.receive) if step.receive is not None else None
+            pair = (step, next(steps)) if step.action.combined else (step,)
+            run.inbox.post_before(pair[-1])
+            received = [run.inbox.take(each.receive) if each.receive is not None else None for each in pair]
             marks.append(self._timer.mark())
-            self._perform(run, step, received)
-            ran.append(step)
+            self._perform(run, pair, received)
+            ran += pair
             marks.append(self._timer.mark())
+            for _ in pair[1:]:
+                marks += (self._timer.mark(), self._timer.mark())
         return ran, marks
 
-    def _perform(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
-        action = step.action
-        run.account.before(action.kind, action.micro_batch, action.chunk)
-        if run.gradients is not None and step.completes_chunk and action.kind is Kind.BACKWARD:
-            run.gradients.before_last_backward(action.chunk)
-        self._run_action[action.kind](run, step, received)
-        if run.gradients is not None and step.completes_chunk:
-            run.gradients.after_last_gradient(action.chunk)
-        run.account.after(action.kind)
+    def _perform(self, run: _Run, pair: Sequence[ProgramStep], received: Sequence[torch.Tensor | None]) -> None:
+        """Run one action or, of two, both at once. `received`: their messages."""
+        for step in pair:
+            run.account.before(step.action)
+            if run.gradients is not None and step.completes_chunk and step.action.kind is Kind.BACKWARD:
+                run.gradients.before_last_backward(step.action.chunk)
+        if len(pair) > 1:
+            self._forward_backward(run, pair, received)
+        else:
+            self._run_action[pair[0].action.kind](run, pair[0], received[0])
+        for step in pair:
+            if run.gradients is not None and step.completes_chunk:
+                run.gradients.after_last_gradient(step.action.chunk)
+            run.account.after(step.action)
 
     def _forward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
-        action, call = step.action, run.call
+        output = run.computation.forward(*self._begin_forward(run, step, received))
+        self._send(run, step, output)
+        self._keep(run, step, received, output)
+
+    def _begin_forward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> ForwardPart:
         if run.parameters is not None:
-            run.parameters.before_forward(action.chunk)
+            run.parameters.before_forward(step.action.chunk)
         if received is not None:
             run.received_nbytes = max(run.received_nbytes, received.nbytes)
             received.requires_grad_()
-        output = run.computation.forward(action.chunk, action.micro_batch, received)
-        self._send(run, step, output)
+        return ForwardPart(step.action.chunk, step.action.micro_batch, received)
+
+    def _keep(self, run: _Run, step: ProgramStep, received: torch.Tensor | None, output: torch.Tensor) -> None:
+        """Keep what the backward of a forward needs."""
+        action, call = step.action, run.call
         if call.forward_only:
             return
         # Sent tensors are held by the transport; autograd needs the graph of this one, not its bytes.
@@ -326,17 +348,28 @@ class PipelineExecutor:
         run.outputs[action.chunk, action.micro_batch] = output
 
     def _backward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
+        part = self._begin_backward(run, step, received)
+        tensors = part.input_tensor, part.output_tensor, part.output_gradient
+        input_gradient = run.computation.backward(part.chunk, part.micro_batch, *tensors, split=part.split)
+        self._send(run, step, input_gradient)
+
+    def _begin_backward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> BackwardPart:
         action = step.action
         position = (action.chunk, action.micro_batch)
-        input_gradient = run.computation.backward(
-            action.chunk,
-            action.micro_batch,
-            run.inputs.pop(position),
-            run.outputs.pop(position),
-            received,
-            split=action.kind is Kind.BACKWARD_INPUT,
+        split = action.kind is Kind.BACKWARD_INPUT
+        return BackwardPart(*position, run.inputs.pop(position), run.outputs.pop(position), received, split)
+
+    def _forward_backward(
+        self, run: _Run, pair: Sequence[ProgramStep], received: Sequence[torch.Tensor | None]
+    ) -> None:
+        (forward, backward), (activation, gradient) = pair, received
+        output = run.computation.forward_backward(
+            self._begin_forward(run, forward, activation),
+            self._begin_backward(run, backward, gradient),
+            functools.partial(self._send, run, forward),
+            functools.partial(self._send, run, backward),
         )
-        self._send(run, step, input_gradient)
+        self._keep(run, forward, activation, output)
 
     def _weight_gradient(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
         assert received is None

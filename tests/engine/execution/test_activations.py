@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.engine.execution.executor import ActivationAccount, ActivationCapError
-from adaptra_megatron.schedule.ir import Kind, Order, Schedule
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
 
 schedules = st.one_of(named_schedules(), random_schedules())
@@ -20,8 +20,8 @@ released = st.sampled_from([0.0, 0.25, 0.5, 1.0, -0.75]) | st.floats(-2.0, 1.0)
 
 def run(account: ActivationAccount, order: Order) -> None:
     for action in order:
-        account.before(action.kind, action.micro_batch, action.chunk)
-        account.after(action.kind)
+        account.before(action)
+        account.after(action)
 
 
 @given(schedules, released)
@@ -47,8 +47,8 @@ def test_a_cap_of_the_peak_is_kept_and_less_is_not(schedule: Schedule, released:
 def test_the_error_names_stage_action_count_cap_and_remedy() -> None:
     account = ActivationAccount(3, 2.0, 0.0)
     for micro_batch in range(2):
-        account.before(Kind.FORWARD, micro_batch, 0)
+        account.before(Action(3, Kind.FORWARD, 0, micro_batch))
     with pytest.raises(ActivationCapError) as failed:
-        account.before(Kind.FORWARD, 7, 1)
+        account.before(Action(3, Kind.FORWARD, 1, 7))
     for part in ("stage 3", "holds 2 activations", "micro-batch 7, chunk 1", "cap of 2", "--adaptra-max-in-flight"):
         assert part in str(failed.value)

@@ -24,6 +24,7 @@ from adaptra_megatron.engine.execution import executor
 from adaptra_megatron.engine.execution.executor import ActivationAccount, IterationReport, PipelineExecutor
 from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
 from adaptra_megatron.engine.execution.stage_program import compile_program
+from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, Send
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.transport.link_paths import Path
@@ -212,6 +213,16 @@ class RecordingComputation:
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
         """One action."""
         self._compute(Kind.BACKWARD_WEIGHT, chunk, micro_batch, self._costs.backward_weight_s)
+
+    def forward_backward(
+        self, forward: ForwardPart, backward: BackwardPart, send_output: Send, send_gradient: Send
+    ) -> torch.Tensor:
+        """Both actions, and then their messages."""
+        output = self.forward(*forward)
+        gradient = self.backward(*backward[:-1], split=backward.split)
+        send_output(output)
+        send_gradient(gradient)
+        return output
 
     def _compute(self, kind: Kind, chunk: int, micro_batch: int, table: Sequence[Sequence[float]]) -> None:
         self._recorder.compute(table[self._stage][chunk], self._label(kind, chunk, micro_batch))

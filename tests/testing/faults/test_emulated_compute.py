@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart
 from testing.faults import emulated_compute as compute_module
 from testing.faults.emulated_compute import EmulatedCompute, EmulationError, parse_compute
 
@@ -131,6 +132,9 @@ def test_computation_lasts_less_when_its_backward_is_split() -> None:
         def weight_gradient(self, chunk: int, micro_batch: int) -> None:
             pass
 
+        def forward_backward(self, forward: ForwardPart, backward: BackwardPart, *sends: Any) -> str:
+            return "output"
+
     computation: Any = compute().decorate(Computation())  # type: ignore[arg-type]
     assert computation.forward(0, 0, None) == "output"
     assert computation.backward(0, 0, None, None, None, split=True) == "gradient"
@@ -138,6 +142,10 @@ def test_computation_lasts_less_when_its_backward_is_split() -> None:
     assert_lasts(B_S, computation.backward, 0, 0, None, None, None, split=True)
     assert_lasts(B_S + W_S, computation.backward, 0, 0, None, None, None, split=False)
     assert_lasts(W_S, computation.weight_gradient, 0, 0)
+    combined: Any = dataclasses.replace(compute(), combined_share=0.5).decorate(Computation())  # type: ignore[arg-type]
+    for split, weight_s in ((True, 0.0), (False, W_S)):
+        parts = ForwardPart(1, 1, None), BackwardPart(0, 0, None, torch.zeros(()), None, split)
+        assert_lasts((2 * F_S + B_S + weight_s) / 2, combined.forward_backward, *parts)
 
 
 def test_short_sequences_last_less() -> None:
@@ -151,6 +159,9 @@ def test_short_sequences_last_less() -> None:
         def weight_gradient(self, chunk: int, micro_batch: int) -> None:
             pass
 
+        def forward_backward(self, forward: ForwardPart, backward: BackwardPart, *sends: Any) -> torch.Tensor:
+            return self.forward(*forward)
+
     emulated = dataclasses.replace(compute(), full_length=8)
     first, last = (emulated.decorate(Computation()) for _ in range(2))  # type: ignore[arg-type]
     for micro_batch, share in ((0, 0.5), (1, 1.0)):
@@ -158,6 +169,9 @@ def test_short_sequences_last_less() -> None:
         assert_lasts(share * F_S, last.forward, 0, micro_batch, torch.zeros(4 * (1 + micro_batch), 1, 8))
         assert_lasts(share * B_S, last.backward, 0, micro_batch, None, None, None, split=True)
         assert_lasts(share * W_S, first.weight_gradient, 0, micro_batch)
+    both = emulated.decorate(Computation())  # type: ignore[arg-type]
+    parts = ForwardPart(0, 0, None), BackwardPart(0, 1, None, torch.zeros(()), None, True)
+    assert_lasts(F_S / 2 + B_S, both.forward_backward, *parts)
 
 
 def test_parsing() -> None:
@@ -167,11 +181,18 @@ def test_parsing() -> None:
         assert parsed.backward_seconds() == pytest.approx(0.04)
         assert parsed.backward_seconds(split=True) == pytest.approx(0.03)
     assert parse_compute("1,2,3;4,5,6", stage=1, stages=2).forward_s == (0.004,)
+    assert parse_compute("1,2,3,0.8", stage=1, stages=2).combined_share == 0.8
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("1,2", "is not F,B,W"), ("1,2,x", "is not F,B,W"), ("1,2,3;1,2,3", "2 triples"), ("1,2,-3", "below 0")],
+    [
+        ("1,2", "is not F,B,W"),
+        ("1,2,x", "is not F,B,W"),
+        ("1,2,3,4,5", "is not F,B,W"),
+        ("1,2,3;1,2,3", "2 triples"),
+        ("1,2,-3", "below 0"),
+    ],
 )
 def test_wrong_text_is_refused(text: str, reason: str) -> None:
     with pytest.raises(EmulationError, match=reason):

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute the actions of models with combined 1F1B (--overlap-moe-expert-parallel-comm) by Megatron's own
+combined_forward_backward_step.
+
+It takes a forward, a backward or both, and runs them layer by layer: experts' all-to-alls of one are hidden behind
+computation of the other. The forward makes a plan of its layers' parts, by which its backward runs, so each of the two
+may run alone or combined with any other (megatron/core/pipeline_parallel/combined_1f1b.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from adaptra_megatron.megatron.compat import combined_step
+from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, MegatronComputation, Send
+
+
+class CombinedComputation(MegatronComputation):
+    """StageComputation for one training iteration of a Megatron model with combined 1F1B."""
+
+    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        output, _ = self._step(forward=ForwardPart(chunk, micro_batch, input_tensor))
+        assert output is not None
+        return output
+
+    def backward(
+        self,
+        chunk: int,
+        micro_batch: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+        *,
+        split: bool,
+    ) -> torch.Tensor | None:
+        part = BackwardPart(chunk, micro_batch, input_tensor, output_tensor, output_gradient, split)
+        _, input_gradient = self._run(part, lambda: self._step(backward=part))
+        return input_gradient
+
+    def forward_backward(
+        self, forward: ForwardPart, backward: BackwardPart, send_output: Send, send_gradient: Send
+    ) -> torch.Tensor:
+        output, _ = self._run(
+            backward,
+            lambda: self._step(
+                forward=forward,
+                backward=backward,
+                post_forward=lambda tensor, _chunk: send_output(tensor),
+                post_backward=lambda tensor, _chunk: send_gradient(tensor),
+            ),
+        )
+        assert output is not None
+        return output
+
+    def _run(self, backward: BackwardPart, step: Callable[[], _Computed]) -> _Computed:
+        """Run a `step` with `backward`; keep the weight gradients that a split one leaves."""
+        if not backward.split:
+            return step()
+        _compute_no_weight_gradients(backward.output_tensor)
+        with self._queue.collect() as left:
+            computed = step()
+        self._left[backward.chunk, backward.micro_batch] = left
+        return computed
+
+    def _step(
+        self, *, forward: ForwardPart | None = None, backward: BackwardPart | None = None, **hooks: Any
+    ) -> _Computed:
+        """Return the output of `forward` and the gradient of the input of `backward`."""
+        call = self._call
+        of_forward: dict[str, Any] = {}
+        iterator = None
+        if forward is not None:
+            iterator, number = self._inputs(forward.chunk, forward.micro_batch)
+            of_forward = {
+                "f_model_chunk_id": forward.chunk,
+                "is_first_microbatch": self._is_first(forward.chunk),
+                "current_microbatch": number,
+                "collect_non_loss_data": call.collect_non_loss_data,
+            }
+        output: torch.Tensor | None
+        input_gradient: torch.Tensor | None
+        output, tokens, input_gradient = combined_step(
+            call.config,
+            self._forward_step_func,
+            iterator,
+            None if forward is None else call.model_chunks[forward.chunk],
+            call.micro_batches,
+            None if forward is None else forward.input_tensor,
+            self.losses,
+            *((None,) * 4 if backward is None else self._of_backward(backward)),
+            call.config,
+            **of_forward,
+            **hooks,
+        )
+        if forward is not None:
+            self.tokens += tokens
+        return output, input_gradient
+
+    def _of_backward(self, backward: BackwardPart) -> tuple[Any, ...]:
+        return (
+            self._call.model_chunks[backward.chunk],
+            backward.input_tensor,
+            backward.output_tensor,
+            backward.output_gradient,
+        )
+
+
+_Computed = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _compute_no_weight_gradients(output_tensor: Any) -> None:
+    """Have the backward of `output_tensor` leave to us what --delay-wgrad-compute would delay, and not compute it."""
+    plan = output_tensor.schedule_plan
+    for layer in map(plan.get_layer, range(plan.num_layers())):
+        for node in vars(layer).values():
+            if hasattr(node, "delay_wgrad_compute"):
+                node.delay_wgrad_compute = False
