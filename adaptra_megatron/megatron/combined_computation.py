@@ -9,13 +9,16 @@ may run alone or combined with any other (megatron/core/pipeline_parallel/combin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from adaptra_megatron.megatron.compat import combined_step
 from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, MegatronComputation, Send
+from adaptra_megatron.megatron.gradients.linear_wgrad import Gradients, WeightGradientQueue
 
 
 class CombinedComputation(MegatronComputation):
@@ -59,7 +62,7 @@ class CombinedComputation(MegatronComputation):
         """Run a `step` with `backward`; keep the weight gradients that a split one leaves."""
         if not backward.split:
             return step()
-        _compute_no_weight_gradients(backward.output_tensor)
+        _leave_delayed_gradients(backward.output_tensor, self._queue)
         with self._queue.collect() as left:
             computed = step()
         self._left[backward.chunk, backward.micro_batch] = left
@@ -111,10 +114,29 @@ class CombinedComputation(MegatronComputation):
 _Computed = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-def _compute_no_weight_gradients(output_tensor: Any) -> None:
-    """Have the backward of `output_tensor` leave to us what --delay-wgrad-compute would delay, and not compute it."""
+@dataclass(eq=False)
+class PartWeightGradients:
+    """The weight gradients of one part of a layer for one micro-batch that --delay-wgrad-compute delays."""
+
+    part: Any
+    """Megatron's TransformerLayerNode."""
+    graph_task: int = 0
+
+    @property
+    def owner(self) -> object:
+        return self
+
+    def compute(self) -> Gradients:
+        """See DelayedGradient. Layers keep what they delay in queues of their own, first in, first out."""
+        del self.part.backward_dw
+        self.part.backward_dw()
+        return []
+
+
+def _leave_delayed_gradients(output_tensor: Any, queue: WeightGradientQueue) -> None:
+    """Have the backward of `output_tensor` leave to `queue` what --delay-wgrad-compute would compute at its end."""
     plan = output_tensor.schedule_plan
     for layer in map(plan.get_layer, range(plan.num_layers())):
-        for node in vars(layer).values():
-            if hasattr(node, "delay_wgrad_compute"):
-                node.delay_wgrad_compute = False
+        for part in vars(layer).values():
+            if getattr(part, "delay_wgrad_compute", False):
+                part.backward_dw = functools.partial(queue.add, PartWeightGradients(part))

@@ -93,12 +93,14 @@ def run_variants(
     directory: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     echo: Echo | None = None,
+    program: Sequence[str] = ("-m", __name__),
 ) -> list[VariantReport]:
     """Train all variants in one set of `world_size` processes, in order.
 
     `timeout_s`: for all of them together. `server`: fork the ranks from it. `directory`: for logs and report; None: a
-    temporary one. `env`: added to the ranks' environment. Raises LaunchError if a rank failed (its log names the
-    variant) or time ran out, ValueError if names are not unique or `like` names no earlier variant.
+    temporary one. `env`: added to the ranks' environment. `program`: of a rank, with another way to `_main`. Raises
+    LaunchError if a rank failed (its log names the variant) or time ran out, ValueError if names are not unique or
+    `like` names no earlier variant.
     """
     names = [variant.name for variant in variants]
     if len(set(names)) != len(names):
@@ -113,7 +115,7 @@ def run_variants(
     report.unlink(missing_ok=True)
     run_ranks(
         world_size,
-        ["-m", __name__, str(request), str(report)],
+        [*program, str(request), str(report)],
         timeout_s=timeout_s,
         env=env,
         log_directory=place,

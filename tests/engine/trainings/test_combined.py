@@ -132,3 +132,21 @@ def test_bitwise_equal_to_stock(case: Case, tmp_path: Path, fork_server: ForkSer
     reports = run_variants(case.world_size, made, timeout_s=280, server=fork_server, directory=tmp_path / "run")
     check_equal(reports)
     check_ran(reports, case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_delayed_weight_gradients_run_as_stock_has_them_or_apart(tmp_path: Path) -> None:
+    """Of layers that delay them themselves: Transformer Engine's, of which a stand-in is there."""
+    case = Case(
+        "delayed",
+        2,
+        2,
+        "--delay-wgrad-compute --moe-shared-expert-intermediate-size 32 --emulate-fused-weight-gradient "
+        "--disable-bias-linear",
+    )
+    made = variants(case, tmp_path)
+    program = (str(Path(__file__).with_name("delayed_ranks.py")),)
+    reports = run_variants(case.world_size, made, timeout_s=380, directory=tmp_path / "run", program=program)
+    check_equal(reports)
+    check_ran(reports, case)
