@@ -45,7 +45,7 @@ class ActionColumns(NamedTuple):
     """Actions of a rank as little-endian columns, one per property, in the order in which they ran."""
 
     kinds: str = ""
-    """One letter per action: F, B, I or W."""
+    """One letter per action: F, B, I or W; small ones for the halves of a combined action: f and, behind it, b or i."""
     chunks: bytes = b""
     """Unsigned 16-bit integers."""
     micro_batches: bytes = b""
@@ -59,7 +59,9 @@ class ActionColumns(NamedTuple):
         """Return the columns of `records`."""
         if not records:
             return cls()
-        _, _, kinds, chunks, micro_batches, _, starts_s, ends_s = zip(*records, strict=True)
+        _, _, kinds, chunks, micro_batches, _, starts_s, ends_s, combined = zip(*records, strict=True)
+        if any(combined):
+            kinds = tuple(kind.lower() if half else kind for kind, half in zip(kinds, combined, strict=True))
         columns = _column("H", chunks), _column("I", micro_batches), _column("d", starts_s), _column("d", ends_s)
         return cls("".join(kinds), *columns)
 
@@ -180,10 +182,33 @@ class StageMeasurement:
 
     @cached_property
     def durations_s(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
-        """By kind ("F", "B", "I", "W") and chunk: seconds of each action, without waiting."""
+        """By kind ("F", "B", "I", "W") and chunk: seconds of each action alone, without waiting."""
+        lasted_s = self._lasted_s
+        return {key: lasted_s[places] for key, places in self._places.items() if key[0].isupper()}
+
+    @cached_property
+    def combined_s(self) -> Mapping[tuple[int, int], npt.NDArray[np.float32]]:
+        """By the chunks of forward and backward: seconds of each combined action, without waiting."""
+        kinds, chunks, *_others = self._columns
+        forwards = np.flatnonzero(kinds == ord("f"))
+        if len(forwards) and (forwards[-1] + 1 == len(kinds) or (kinds[forwards + 1] < ord("a")).any()):
+            raise ValueError("a combined action has no backward")
+        codes = chunks[forwards].astype(np.int64) << 16 | chunks[forwards + 1]
+        return {
+            (code >> 16, code & 0xFFFF): self._lasted_s[forwards[codes == code]]
+            for code in dict.fromkeys(codes.tolist())
+        }
+
+    @cached_property
+    def computed_s(self) -> float:
+        """Seconds of all actions, without waiting."""
+        return float(self._lasted_s.sum())
+
+    @cached_property
+    def _lasted_s(self) -> npt.NDArray[np.float32]:
         *_others, starts_s, ends_s = self._columns
-        lasted_s = (ends_s - starts_s).astype(np.float32)
-        return {key: lasted_s[places] for key, places in self._places.items()}
+        lasted_s: npt.NDArray[np.float32] = (ends_s - starts_s).astype(np.float32)
+        return lasted_s
 
     @cached_property
     def sizes(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
@@ -193,7 +218,7 @@ class StageMeasurement:
             return {}
         micro_batches = self._columns[2].tolist()
         nbytes = np.array([self.nbytes.get(each, 0) for each in micro_batches], dtype=np.float32)
-        found = ((key, nbytes[places]) for key, places in self._places.items())
+        found = ((key, nbytes[places]) for key, places in self._places.items() if key[0].isupper())
         return {key: each[:1] if (each == each[0]).all() else each for key, each in found if each.all()}
 
     @cached_property
@@ -276,7 +301,7 @@ def measurement_of(packet: bytes) -> StageMeasurement:
     """Decode a measurement. Raises ValueError if it is malformed."""
     found = _DECODED(packet)
     # Computed now, so that malformed columns raise here and not in a decider.
-    _ = found.span_s, found.durations_s, found.sizes, found.sent, found.received  # which raise it, too
+    _ = found.span_s, found.durations_s, found.combined_s, found.sizes, found.sent, found.received  # which raise it
     return found
 
 
@@ -285,8 +310,7 @@ def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
     ranks."""
     spans_s = _spans_s(measurements)
     return statistics.fmean(
-        1.0 - float(sum(values.sum() for values in measurement.durations_s.values())) / spans_s[measurement.pipeline]
-        for measurement in measurements
+        1.0 - measurement.computed_s / spans_s[measurement.pipeline] for measurement in measurements
     )
 
 

@@ -21,6 +21,9 @@ class ActionRecord(NamedTuple):
     start_s: float
     """Start of the computation, when the message had arrived."""
     end_s: float
+    combined: bool = False
+    """Whether it is half of a combined action: the forward, with the time of both, or the backward behind it, with
+    none."""
 
     @property
     def wait_s(self) -> float:

@@ -173,7 +173,7 @@ class _Iteration(NamedTuple):
     clock_offset_s: float | None
 
     def document(self) -> dict[str, Any]:
-        document: dict[str, Any] = {"iteration": self.iteration, "records": [record[2:] for record in self.records]}
+        document: dict[str, Any] = {"iteration": self.iteration, "records": [record[2:8] for record in self.records]}
         if self.clock_offset_s is not None:
             document["clock_offset_s"] = self.clock_offset_s
         if self.arrivals:
@@ -279,8 +279,8 @@ def _records(
     number = iteration.iteration
     offset_s = file_offset_s if iteration.clock_offset_s is msgspec.UNSET else iteration.clock_offset_s
     records = [
-        ActionRecord(number, stage, kind, chunk, micro_batch, *(moment_s + offset_s for moment_s in moments_s))
-        for kind, chunk, micro_batch, *moments_s in iteration.records
+        ActionRecord(number, stage, kind, chunk, micro_batch, waited_s + offset_s, start_s + offset_s, end_s + offset_s)
+        for kind, chunk, micro_batch, waited_s, start_s, end_s in iteration.records
     ]
     arrivals = [
         ArrivalRecord(number, source, stage, kind, chunk, micro_batch, arrived_s + offset_s)

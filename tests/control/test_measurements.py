@@ -317,6 +317,22 @@ def test_the_share_of_idle_time_is_the_mean_over_ranks() -> None:
     assert iteration_s([*measurements, *elsewhere]) == pytest.approx(10.0)
 
 
+def test_combined_actions_are_timed_apart_from_those_that_ran_alone() -> None:
+    ran = [("F", 0, 0, 4.0), ("F", 1, 0, 5.0), ("F", 0, 1, 7.0), ("B", 1, 0, 0.0), ("F", 1, 1, 9.0), ("I", 0, 0, 0.0)]
+    ran += [("B", 1, 1, 2.0), ("W", 0, 0, 3.0)]
+    records, now_s = [], 100.0
+    for place, (kind, chunk, micro_batch, seconds) in enumerate(ran):
+        half = 2 <= place < 6
+        records.append(ActionRecord(3, 0, kind, chunk, micro_batch, now_s, now_s, now_s + seconds, half))
+        now_s += seconds
+    measurement = measurement_of(encoded(stage_measurement(0, 0, 2, records, ([], []), 0.0)))
+    alone = {key: values.tolist() for key, values in measurement.durations_s.items()}
+    assert alone == {("F", 0): [4.0], ("F", 1): [5.0], ("B", 1): [2.0], ("W", 0): [3.0]}
+    assert {key: values.tolist() for key, values in measurement.combined_s.items()} == {(0, 1): [7.0], (1, 0): [9.0]}
+    assert measurement.computed_s == 30.0
+    assert mean_idle_share([measurement]) == pytest.approx(0.0)
+
+
 def test_an_iteration_of_256_micro_batches_is_some_kilobytes() -> None:
     costs = uniform_costs(STAGES, 256, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
     nbytes = [len(encoded(measurement)) for measurement in measured(costs)]

@@ -111,6 +111,7 @@ class _Linears(torch.autograd.Function):
         else:
             wgrads = [torch.full_like(weight, float("nan")) for weight in weights]
 
+        @torch.no_grad()  # kernels know of no autograd
         def gemm(xs: Any, dys: Any, out: list[torch.Tensor]) -> tuple[Any, Any]:
             grouped = isinstance(layer, GroupedLinear)
             xs, dys = ([_plain(each) for each in (given if grouped else [given])] for given in (xs, dys))

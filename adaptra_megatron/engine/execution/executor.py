@@ -385,17 +385,14 @@ class PipelineExecutor:
 
     def _records(self, iteration: int, ran: list[ProgramStep], marks: list[Any]) -> list[ActionRecord]:
         times = self._timer.resolve(marks)
-        return [
-            ActionRecord(
-                iteration,
-                step.action.stage,
-                step.action.kind.value,
-                step.action.chunk,
-                step.action.micro_batch,
-                *times[2 * index : 2 * index + 3],
-            )
-            for index, step in enumerate(ran)
-        ]
+        records, behind = [], False
+        for index, step in enumerate(ran):
+            stage, kind, chunk, micro_batch, combined = step.action
+            wait_start_s, start_s, end_s = times[2 * index : 2 * index + 3]
+            moments = (wait_start_s, start_s, end_s)
+            records.append(ActionRecord(iteration, stage, kind.value, chunk, micro_batch, *moments, combined or behind))
+            behind = combined
+        return records
 
 
 def _gradient_sync(call: PipelineCall, program: Program, plans_differ: bool) -> GradientSync:
