@@ -21,6 +21,8 @@ class Problem:
         released: Sequence[float],
         shared_queue: bool,
         serial_queue: bool = False,
+        combined_saving: Sequence[float] = (),
+        combined_sends_at: float = 1.0,
     ) -> None: ...
 
 class EncodedOrders:

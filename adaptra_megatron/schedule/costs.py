@@ -47,6 +47,10 @@ class LinkCost(NamedTuple):
 PerChunk = tuple[tuple[float, ...], ...]
 PerMicroBatch = tuple[tuple[tuple[float, ...], ...], ...]
 """Factors [stage][chunk][micro_batch]; None where a chunk has none."""
+PerPair = tuple[tuple[tuple[float, ...], ...], ...]
+"""Numbers [stage][chunk of the forward][chunk of the backward] of combined actions."""
+_MOST_SAVED = 0.5
+"""Upper limit of what combining saves: a combined action takes no less than the longer of its halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,10 @@ class Costs:
     If micro-batches differ (in length, say), a table's seconds are multiplied by
     `micro_batch_factors[name][stage][chunk][micro_batch]`. Unnamed tables are the same for all micro-batches.
 
+    A combined action takes as long as its halves, less `combined_saving[stage][forward chunk][backward chunk]` times
+    the sum of the forward and the whole backward, and never less than the longer half. Empty: the job cannot combine.
+    Both messages leave once `combined_sends_at` of its time is over.
+
     Raises CostError at construction for anything inconsistent.
     """
 
@@ -84,6 +92,8 @@ class Costs:
     custom_placement: Placement | None = None
     """Stage of each virtual stage; None: Megatron's placement (Megatron's own table is turned into None)."""
     micro_batch_factors: Mapping[str, PerMicroBatch] = field(default_factory=dict)
+    combined_saving: PerPair = ()
+    combined_sends_at: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("stages", "chunks", "micro_batches"):
@@ -95,6 +105,7 @@ class Costs:
         for name, factors in self.micro_batch_factors.items():
             _check_factors(name, factors, self)
         self._check_placement()
+        self._check_combined()
         for (source, target), cost in self.links.items():
             _check_link(source, target, cost, self.placement)
         for name, usual in (("max_in_flight", None), ("released_at_backward_input", 0.0)):
@@ -130,6 +141,26 @@ class Costs:
             )
         if placement == interleaved(self.stages, self.chunks):
             object.__setattr__(self, "custom_placement", None)
+
+    def _check_combined(self) -> None:
+        table, chunks = self.combined_saving, self.chunks
+        sizes = {len(row) for rows in table for row in (rows, *rows)}
+        if table and (len(table) != self.stages or sizes != {chunks}):
+            raise CostError(
+                f"combined_saving must have {self.stages} stages with {chunks} rows of {chunks} values, one per chunk"
+            )
+        for stage, saving in ((stage, each) for stage, rows in enumerate(table) for row in rows for each in row):
+            if not (is_number(saving) and -1.0 <= saving <= _MOST_SAVED):
+                raise CostError(
+                    f"combined_saving of stage {stage} must be between -1 and {_MOST_SAVED:g}, got {saving!r}"
+                )
+        if not (is_number(self.combined_sends_at) and 0.0 < self.combined_sends_at <= 1.0):
+            raise CostError(f"combined_sends_at must be above 0 and at most 1, got {self.combined_sends_at!r}")
+
+    @property
+    def can_combine(self) -> bool:
+        """Return whether the job can run combined actions."""
+        return bool(self.combined_saving)
 
     @property
     def placement(self) -> Placement:
@@ -222,6 +253,7 @@ def uniform_costs(
     released_at_backward_input: float = 0.0,
     backward_s: float | None = None,
     shared_queue: bool = False,
+    combined_saving: float | None = None,
 ) -> Costs:
     """Make costs with the same seconds per chunk on all stages, one cap and one released fraction."""
 
@@ -240,6 +272,7 @@ def uniform_costs(
         released_at_backward_input=(released_at_backward_input,) * stages,
         backward_s=None if backward_s is None else table(backward_s),
         shared_queue=shared_queue,
+        combined_saving=() if combined_saving is None else (((combined_saving,) * chunks,) * chunks,) * stages,
     )
 
 
@@ -372,6 +405,8 @@ def costs_from_json(document: Any) -> Costs:
         shared_queue=document.get("shared_queue", False),
         serial_queue=document.get("serial_queue", False),
         custom_placement=_placement_from_json(document.get("placement"), stages, chunks),
+        combined_saving=_pairs_from_json(document.get("combined_saving"), stages, chunks),
+        combined_sends_at=document.get("combined_sends_at", 1.0),
     )
     return costs.with_micro_batches(
         {name: micro_batches_from_json(name, value, costs) for name, value in differ.items()}
@@ -395,6 +430,8 @@ def costs_to_json(costs: Costs) -> dict[str, Any]:
         "released_at_backward_input": list(costs.released_at_backward_input),
         "shared_queue": costs.shared_queue,
         "serial_queue": costs.serial_queue,
+        **({"combined_saving": costs.combined_saving} if costs.can_combine else {}),
+        **({"combined_sends_at": costs.combined_sends_at} if costs.can_combine else {}),
     }
 
 
@@ -470,6 +507,19 @@ def _placement_from_json(value: Any, stages: int, chunks: int) -> Placement | No
         return Placement(tuple(value))
     except ScheduleError as error:
         raise CostError(f"placement: {error}") from error
+
+
+def _pairs_from_json(value: Any, stages: int, chunks: int) -> PerPair:
+    """Read savings from one number, one per stage, or a value per pair of chunks; None: no action can be combined."""
+    if value is None:
+        return ()
+    rows = value if isinstance(value, Sequence) and not isinstance(value, str) else [value] * stages
+    if not all(is_number(row) or (isinstance(row, Sequence) and not isinstance(row, str)) for row in rows):
+        raise CostError(f"combined_saving must be a number, one per stage, or rows per stage, got {value!r}")
+    pairs = [[[row] * chunks] * chunks if is_number(row) else row for row in rows]
+    if not all(isinstance(row, Sequence) for each in pairs for row in each):
+        raise CostError(f"combined_saving of a stage must be a number or one row per chunk, got {value!r}")
+    return tuple(tuple(map(tuple, each)) for each in pairs)
 
 
 def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:

@@ -10,8 +10,10 @@ from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.costs import Costs, PerChunk
 from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule
 
-# An action of a known stage is one number: (micro_batch * chunks + chunk) * 4 + index of its kind here.
+# An action of a known stage is one number: (micro_batch * chunks + chunk) * 8 + index of its kind here, and 4 more for
+# a forward that is combined with the backward behind it.
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_COMBINED = 4
 _INDEX_OF_KIND = {kind: index for index, kind in enumerate(_KINDS)}
 
 
@@ -31,6 +33,8 @@ def problem_from_costs(costs: Costs) -> _native.Problem:
         released=costs.released_at_backward_input,
         shared_queue=costs.shared_queue,
         serial_queue=costs.serial_queue,
+        combined_saving=[saving for rows in costs.combined_saving for row in rows for saving in row],
+        combined_sends_at=costs.combined_sends_at,
     )
 
 
@@ -45,12 +49,15 @@ def _seconds(name: str, costs: Costs) -> list[float]:
 
 def encode_action(action: Action, chunks: int) -> int:
     """Return the integer code of an action."""
-    return (action.micro_batch * chunks + action.chunk) * 4 + _INDEX_OF_KIND[action.kind]
+    return (action.micro_batch * chunks + action.chunk) * 8 + _COMBINED * action.combined + _INDEX_OF_KIND[action.kind]
 
 
 def encode_order(order: Order, chunks: int) -> list[int]:
     """Return the integer codes of one stage's order."""
-    return [(micro_batch * chunks + chunk) * 4 + _INDEX_OF_KIND[kind] for _, kind, chunk, micro_batch, _ in order]
+    return [
+        (micro_batch * chunks + chunk) * 8 + _COMBINED * combined + _INDEX_OF_KIND[kind]
+        for _, kind, chunk, micro_batch, combined in order
+    ]
 
 
 def encode_schedule(schedule: Schedule) -> list[list[int]]:

@@ -4,7 +4,9 @@
 A stage runs its actions one after another. F of virtual stage v needs the activation from v-1, a backward of v the
 gradient from v+1 (the last virtual stage: its own F), W its own I. When the action that makes a message ends, it hands
 the message to the directed link between the two ranks; if one rank runs both virtual stages, the message arrives at
-once. A link carries messages in the order in which they were handed over: each starts when the link is free, keeps it
+once. The halves of a combined action start once both have what they need, take `Costs.combined_saving` less than one
+after the other, and hand over their messages together, the forward's first, once `Costs.combined_sends_at` of that is
+over. A link carries messages in the order in which they were handed over: each starts when the link is free, keeps it
 busy for `occupancy_s` and arrives `latency_s` after that. With two stages and several chunks, or a V placement, one
 directed link carries activations and gradients.
 
@@ -58,6 +60,19 @@ class Simulation:
             else 0.0
             for starts, ends in zip(self.start_s, self.end_s, strict=True)
         )
+
+
+def sent_s(simulation: Simulation, costs: Costs) -> Times:
+    """Return when the message of each action leaves: at its end, or before, if it is combined."""
+    found = []
+    for order, starts, ends in zip(simulation.schedule.orders, simulation.start_s, simulation.end_s, strict=True):
+        leave_s = list(ends)
+        for place, action in enumerate(order):
+            if action.combined:
+                moment_s = starts[place] + costs.combined_sends_at * (ends[place] - starts[place])
+                leave_s[place : place + 2] = [moment_s, moment_s]
+        found.append(tuple(leave_s))
+    return tuple(found)
 
 
 def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Simulation:
@@ -160,7 +175,13 @@ def check_fits(schedule: Schedule, costs: Costs) -> None:
     if len(schedule.orders) != schedule.stages:
         raise SimulationError(f"the schedule has {len(schedule.orders)} orders for {schedule.stages} stages")
     for stage, order in enumerate(schedule.orders):
-        for action in order:
+        for position, action in enumerate(order):
+            if action.combined and not (
+                action.kind is Kind.FORWARD and order[position + 1 :] and order[position + 1].kind.sends_gradient
+            ):
+                raise SimulationError(
+                    f"{action}, but no backward follows it in the order of stage {stage}", stage=stage, action=action
+                )
             inside = 0 <= action.chunk < schedule.chunks and 0 <= action.micro_batch < schedule.micro_batches
             if action.stage != stage or not inside:
                 raise SimulationError(
@@ -176,17 +197,18 @@ def _describe_deadlock(schedule: Schedule, position: Sequence[int]) -> str:
     for stage, order in enumerate(schedule.orders):
         if position[stage] < len(order):
             action = order[position[stage]]
-            waits.append(f"{action} waits for {_needed_by(action, schedule)}")
+            halves = (action, order[position[stage] + 1]) if action.combined else (action,)
+            needed = [str(other) for half in halves if (other := _needed_by(half, schedule)) is not None]
+            waits.append(f"{action} waits for {' and '.join(needed)}")
     return "the orders wait on each other for ever: " + "; ".join(waits)
 
 
-def _needed_by(action: Action, schedule: Schedule) -> Action:
-    """Return the action whose result `action` needs."""
+def _needed_by(action: Action, schedule: Schedule) -> Action | None:
+    """Return the action whose result `action` needs; None for forwards of the first virtual stage."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return action._replace(kind=Kind.BACKWARD_INPUT)
     placement, forward = schedule.placement, action.kind is Kind.FORWARD
     place = (placement.previous_place if forward else placement.next_place)(action.stage, action.chunk)
     if place is None:
-        assert not forward, "what needs no message never waits"
-        return action._replace(kind=Kind.FORWARD)
+        return None if forward else action._replace(kind=Kind.FORWARD)
     return Action(place.stage, action.kind, place.chunk, action.micro_batch)

@@ -52,10 +52,11 @@ bool BlockingReplay::advance(const Order& program, int stage) {
             post(stage, ~step);
             posted = true;
         } else {
-            start_[stage].push_back(now);
-            now_[stage] += problem_.seconds(kind_of(step), stage * problem_.chunks + problem_.chunk_in(step),
-                                            problem_.micro_batch_in(step));
-            end_[stage].push_back(now_[stage]);
+            const int size = unit_size(step);
+            now_[stage] += size == 2 ? problem_.combined_seconds(stage, step, program[position_[stage]++])
+                                     : problem_.seconds(step, stage);
+            start_[stage].insert(start_[stage].end(), size, now);
+            end_[stage].insert(end_[stage].end(), size, now_[stage]);
         }
     }
 }

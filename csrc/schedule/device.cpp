@@ -55,30 +55,32 @@ void DeviceReplay::advance(int stage) {
     const Order& order = (*orders_)[stage];
     Stage& state = stages_[stage];
     while (true) {
-        if (state.owes_send && !send(stage)) return;
+        while (state.owed > 0) {
+            if (!send(stage)) return;
+        }
         if (state.position == static_cast<int>(order.size()) || !post_receives(stage)) return;
         const Code code = order[state.position];
-        const Kind kind = kind_of(code);
-        const int micro_batch = problem_.micro_batch_in(code);
-        const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
-        const double ready = messages_.ready(problem_, kind, virtual_stage, micro_batch);
+        const int size = unit_size(code);
+        double ready = arrival(code, stage);
+        if (size == 2) ready = std::max(ready, arrival(order[state.position + 1], stage));
         if (ready == kNever || !clear(state)) return;
         double start = std::max(state.free, ready);
         if (problem_.shared_queue) start = state.queue = std::max(start, state.queue);
-        state.free = start + problem_.seconds(kind, problem_.row(virtual_stage), micro_batch);
+        const double seconds =
+            size == 2 ? problem_.combined_seconds(stage, code, order[state.position + 1]) : problem_.seconds(code, stage);
+        state.free = start + seconds;
+        state.sent = size == 2 ? start + problem_.combined_sends_at * seconds : state.free;
         if (problem_.serial_queue) state.queue = state.free;
-        start_[stage].push_back(start);
-        end_[stage].push_back(state.free);
-        ++state.position;
-        const int link = problem_.link_out(kind, virtual_stage);
-        state.owes_send = link >= 0 && problem_.links[link].rendezvous;
-        if (state.owes_send) {
-            if (kind == kBackwardInput) messages_.input_end[virtual_stage * problem_.micro_batches + micro_batch] = state.free;
-            continue;
-        }
-        const int target = messages_.deliver(problem_, kind, virtual_stage, micro_batch, state.free);
-        if (target >= 0 && target != stage) wake(target);
+        start_[stage].insert(start_[stage].end(), size, start);
+        end_[stage].insert(end_[stage].end(), size, state.free);
+        state.position += size;
+        state.owed = size;
     }
+}
+
+double DeviceReplay::arrival(Code code, int stage) const {
+    const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
+    return messages_.ready(problem_, kind_of(code), virtual_stage, problem_.micro_batch_in(code));
 }
 
 // Before the action at hand: of other stages' messages, those made by what comes before it in the order of all actions.
@@ -101,12 +103,24 @@ bool DeviceReplay::post_receives(int stage) {
     }
 }
 
+// Hands over what the first action makes that still owes it.
 bool DeviceReplay::send(int stage) {
     Stage& state = stages_[stage];
-    const Code code = (*orders_)[stage][state.position - 1];
-    Channel& channel = channels_[problem_.link_out(kind_of(code), problem_.virtual_stage(stage, problem_.chunk_in(code)))];
-    if (!begin(channel, channel.sent, state.free, state)) return false;
-    state.owes_send = false;
+    const Code code = (*orders_)[stage][state.position - state.owed];
+    const Kind kind = kind_of(code);
+    const int micro_batch = problem_.micro_batch_in(code);
+    const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
+    const int link = problem_.link_out(kind, virtual_stage);
+    if (link < 0 || !problem_.links[link].rendezvous) {
+        --state.owed;
+        const int target = messages_.deliver(problem_, kind, virtual_stage, micro_batch, state.sent);
+        if (target >= 0 && target != stage) wake(target);
+        return true;
+    }
+    if (kind == kBackwardInput) messages_.input_end[virtual_stage * problem_.micro_batches + micro_batch] = state.sent;
+    Channel& channel = channels_[link];
+    if (!begin(channel, channel.sent, state.sent, state)) return false;
+    --state.owed;
     carry(channel);
     return true;
 }

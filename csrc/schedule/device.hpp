@@ -37,8 +37,9 @@ private:
     };
     struct Stage {
         int position = 0;
-        bool owes_send = false;  // of the action before
+        int owed = 0;            // actions right before whose sends are not issued yet
         double free = 0.0;       // end of its latest action
+        double sent = 0.0;       // when that one's messages leave
         double queue = 0.0;      // from when on its queue can start what comes next
         const Channel* last = nullptr;  // of a serial queue: the transfer that it issued last,
         std::size_t last_index = 0;     // and which of that link's it is
@@ -46,6 +47,7 @@ private:
 
     void reset(const Orders& orders);
     void advance(int stage);
+    double arrival(Code code, int stage) const;
     bool post_receives(int stage);
     bool send(int stage);
     bool clear(Stage& state) const;

@@ -59,7 +59,7 @@ void check_problem(const Problem& problem) {
     constexpr std::int64_t kMostCodes = std::numeric_limits<Code>::max();
     const std::int64_t stages = problem.stages, chunks = problem.chunks, micro_batches = problem.micro_batches;
     require(stages > 0 && chunks > 0 && micro_batches > 0, "stages, chunks and micro-batches must be 1 or more");
-    require(stages <= kMostCodes / chunks && stages * chunks <= kMostCodes / 4 / micro_batches,
+    require(stages <= kMostCodes / chunks && stages * chunks <= (kMostCodes >> kCodeShift) / micro_batches,
             std::to_string(stages) + " stages, " + std::to_string(chunks) + " chunks and " +
                 std::to_string(micro_batches) + " micro-batches are more actions than have a code");
     require_size(problem.forward.size(), stages * chunks * problem.width, "forward_s");
@@ -67,6 +67,13 @@ void check_problem(const Problem& problem) {
     require_size(problem.backward_weight.size(), stages * chunks * problem.width, "backward_weight_s");
     require_size(problem.backward.size(), stages * chunks * problem.width, "backward_s");
     check_placement(problem);
+    if (!problem.combined_saving.empty()) {
+        require_size(problem.combined_saving.size(), stages * chunks * chunks, "combined_saving");
+    }
+    for (const double saving : problem.combined_saving) {
+        require(saving >= -1.0 && saving <= 1.0, "combined_saving has an entry that is not between -1 and 1");
+    }
+    require(problem.combined_sends_at > 0.0 && problem.combined_sends_at <= 1.0, "combined_sends_at is not above 0 and at most 1");
     require_size(problem.cap.size(), stages, "cap");
     require_size(problem.released.size(), stages, "released");
     for (const double cap : problem.cap) require(cap >= 1.0, "cap has an entry that is not 1 or more");
@@ -75,8 +82,8 @@ void check_problem(const Problem& problem) {
                            total_of(problem.backward_weight, "backward_weight_s") +
                            total_of(problem.backward, "backward_s") +
                            static_cast<double>(chunks) * total_of(problem.links);
-    // Twice: a lower bound adds what is before an action to what is after it.
-    require(std::isfinite(2.0 * static_cast<double>(micro_batches) * seconds), "the seconds are no finite number");
+    // Twice: a lower bound adds what is before an action to what is after it. Twice again: combined, all may take as much.
+    require(std::isfinite(4.0 * static_cast<double>(micro_batches) * seconds), "the seconds are no finite number");
     for (const double released : problem.released) {
         require(std::isfinite(released) && released <= 1.0, "released has an entry that is not finite and at most 1");
     }
@@ -96,6 +103,14 @@ void check_orders(const Problem& problem, const Orders& orders, CodeRange range,
     require(range.least >= least && range.greatest < beyond,
             "codes from " + std::to_string(range.least) + " to " + std::to_string(range.greatest) +
                 " are not all between " + std::to_string(least) + " and " + std::to_string(beyond - 1));
+    for (const Order& order : orders) {
+        for (std::size_t place = 0; place < order.size(); ++place) {
+            if (unit_size(order[place]) == 1) continue;
+            require(kind_of(order[place]) == kForward && place + 1 < order.size() && order[place + 1] >= 0 &&
+                        sends_gradient(kind_of(order[place + 1])),
+                    "only a forward with a backward right behind it is combined");
+        }
+    }
 }
 
 }  // namespace adaptra

@@ -33,14 +33,27 @@ double Launch::run(const Orders& orders) {
     const bool shared = problem_.shared_queue && problem_.has_rendezvous();
     for (int round = 0; round < (shared ? kRounds : 1); ++round) {
         const bool first = round == 0;
-        order(orders, first ? expected_.start() : lasting_device_.start(), first ? expected_.end() : lasting_device_.end(),
-              found_);
+        const auto& start = first ? expected_.start() : lasting_device_.start();
+        order(orders, start, made(orders, start, first ? expected_.end() : lasting_device_.end()), found_);
         const double makespan = shared ? lasting_device_.run(orders, found_) : 0.0;
         if (!first && makespan >= best) break;
         best = makespan;
         ranks_ = found_;
     }
     return device_.run(orders, ranks_);
+}
+
+// When the messages of each action leave: at its end, or before, if it is combined.
+Replay::Times Launch::made(const Orders& orders, const Replay::Times& start, Replay::Times end) const {
+    for (std::size_t stage = 0; stage < orders.size(); ++stage) {
+        for (std::size_t place = 0; place < orders[stage].size(); ++place) {
+            if (unit_size(orders[stage][place]) == 1) continue;
+            const double first = start[stage][place];
+            const double sent = first + problem_.combined_sends_at * (end[stage][place] - first);
+            end[stage][place] = end[stage][place + 1] = sent;
+        }
+    }
+    return end;
 }
 
 void Launch::order(const Orders& orders, const Replay::Times& start, const Replay::Times& end, Ranks& ranks) {
@@ -66,11 +79,11 @@ void Launch::order(const Orders& orders, const Replay::Times& start, const Repla
         if (position_[stage] == static_cast<int>(orders[stage].size()) || end[stage][position_[stage]] != moment) continue;
         const int other = held_up(orders, start, end, stage);
         if (other >= 0) {
-            append(orders, end, other, ranks);
+            append_unit(orders, end, other, ranks);
             push(other);
             push(stage);
         } else {
-            append(orders, end, stage, ranks);
+            append_unit(orders, end, stage, ranks);
             push(stage);
         }
     }
@@ -93,6 +106,11 @@ int Launch::held_up(const Orders& orders, const Replay::Times& start, const Repl
     const double held_up = link_free_[link] - start[target][position];
     const double delayed = end[target][position] - std::max(end[stage][position_[stage]], link_free_[link]);
     return held_up > std::max(delayed, 0.0) ? target : -1;
+}
+
+// Halves of a combined action are launched together: nothing comes between them.
+void Launch::append_unit(const Orders& orders, const Replay::Times& end, int stage, Ranks& ranks) {
+    for (int left = unit_size(orders[stage][position_[stage]]); left > 0; --left) append(orders, end, stage, ranks);
 }
 
 void Launch::append(const Orders& orders, const Replay::Times& end, int stage, Ranks& ranks) {

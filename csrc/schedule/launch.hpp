@@ -8,7 +8,7 @@ namespace adaptra {
 
 // Finds the order of all actions by which stages post receives (see launch_order.py), and what orders take then.
 //
-// Actions are ordered by their expected ends. Then every receive is posted before the action during which its message is
+// Actions are ordered by their expected ends (combined ones by when their messages leave). Then every receive is posted before the action during which its message is
 // made, if not earlier, so no transfer waits for its receive, and with separate queues the device replay is the ordinary
 // one. In a shared queue a receive holds up the action behind it until the link's previous message has arrived. So there
 // an action that makes a message comes later, behind the one that its receiver runs meanwhile, if posting the receive
@@ -27,8 +27,10 @@ public:
     Replay::Times& end() { return device_.end(); }
 
 private:
+    Replay::Times made(const Orders& orders, const Replay::Times& start, Replay::Times end) const;
     void order(const Orders& orders, const Replay::Times& start, const Replay::Times& end, Ranks& ranks);
     int held_up(const Orders& orders, const Replay::Times& start, const Replay::Times& end, int stage) const;
+    void append_unit(const Orders& orders, const Replay::Times& end, int stage, Ranks& ranks);
     void append(const Orders& orders, const Replay::Times& end, int stage, Ranks& ranks);
 
     const Problem& problem_;

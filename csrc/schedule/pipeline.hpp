@@ -19,6 +19,12 @@ enum Kind : int { kForward = 0, kBackward = 1, kBackwardInput = 2, kBackwardWeig
 using Code = std::int32_t;
 
 inline Kind kind_of(Code code) { return static_cast<Kind>(code & 3); }
+// Set in a forward that runs as one with the backward right behind it in its stage's order: a combined action. Whoever
+// ignores it runs the forward first, then the backward.
+constexpr Code kCombined = 4;
+constexpr int kCodeShift = 3;  // above kind and mark: micro-batch and chunk
+// Actions from one with this code on that run as one.
+inline int unit_size(Code code) { return code >= 0 && (code & kCombined) ? 2 : 1; }
 inline bool sends_gradient(Kind kind) { return kind == kBackward || kind == kBackwardInput; }
 
 using Order = std::vector<Code>;
@@ -51,6 +57,8 @@ struct Problem {
     std::vector<double> released;   // [stage]: fraction of an activation that the input gradient gives back; below 0: adds
     bool shared_queue = false;      // whether a stage's computation and rendezvous transfers start in the order of issue
     bool serial_queue = false;      // whether each of them also waits there for the end of the one before
+    std::vector<double> combined_saving;  // [(stage * chunks + chunk of F) * chunks + chunk of B]; empty: nothing is combined
+    double combined_sends_at = 1.0;       // part of a combined action's time after which its messages leave
 
     // What follows from stage_at and links, by `route`.
     std::vector<int> virtual_at;                      // [stage * chunks + chunk]
@@ -74,10 +82,10 @@ struct Problem {
     int chunk_of(int virtual_stage) const { return row(virtual_stage) - stage_of(virtual_stage) * chunks; }
     std::size_t slots() const { return static_cast<std::size_t>(virtual_stages()) * micro_batches; }
 
-    Code code(Kind kind, int chunk, int micro_batch) const { return ((micro_batch * chunks + chunk) << 2) | kind; }
+    Code code(Kind kind, int chunk, int micro_batch) const { return ((micro_batch * chunks + chunk) << kCodeShift) | kind; }
     // Divisions are what a simulation of one chunk would spend most of its time on.
-    int chunk_in(Code code) const { return chunks == 1 ? 0 : (code >> 2) % chunks; }
-    int micro_batch_in(Code code) const { return chunks == 1 ? code >> 2 : (code >> 2) / chunks; }
+    int chunk_in(Code code) const { return chunks == 1 ? 0 : (code >> kCodeShift) % chunks; }
+    int micro_batch_in(Code code) const { return chunks == 1 ? code >> kCodeShift : (code >> kCodeShift) / chunks; }
 
     double seconds(Kind kind, int row, int micro_batch) const {
         const std::size_t entry = static_cast<std::size_t>(row) * width + micro_batch * step;
@@ -87,6 +95,20 @@ struct Problem {
             case kBackwardInput: return backward_input[entry];
             default: return backward_weight[entry];
         }
+    }
+    double seconds(Code code, int stage) const {
+        return seconds(kind_of(code), stage * chunks + chunk_in(code), micro_batch_in(code));
+    }
+    // What combining saves, against F and whole B one after the other.
+    double saving(int stage, Code forward, Code backward) const {
+        if (combined_saving.empty()) return 0.0;
+        const int row = stage * chunks + chunk_in(forward);
+        return combined_saving[row * chunks + chunk_in(backward)] *
+               (seconds(forward, stage) + seconds(kBackward, stage * chunks + chunk_in(backward), micro_batch_in(backward)));
+    }
+    double combined_seconds(int stage, Code forward, Code backward) const {
+        const double one = seconds(forward, stage), other = seconds(backward, stage);
+        return std::max({one, other, one + other - saving(stage, forward, backward)});
     }
     double mean_seconds(Kind kind, int row) const {
         if (step == 0) return seconds(kind, row, 0);

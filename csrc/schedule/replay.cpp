@@ -39,20 +39,25 @@ void Replay::advance(const Order& order, int stage) {
     double now = free_[stage];
     while (position < length) {
         const Code code = order[position];
-        const Kind kind = kind_of(code);
-        const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
-        const int micro_batch = problem_->micro_batch_in(code);
-        const double ready_at = messages_.ready(*problem_, kind, virtual_stage, micro_batch);
+        const bool combined = unit_size(code) == 2;
+        const double ready_at = combined ? std::max(arrival(code, stage), arrival(order[position + 1], stage))
+                                         : arrival(code, stage);
         if (ready_at == kNever) break;
         const double begin = std::max(now, ready_at);
-        now = begin + problem_->seconds(kind, problem_->row(virtual_stage), micro_batch);
-        start_[stage][position] = begin;
-        end_[stage][position] = now;
-        ++position;
-        const int target = messages_.deliver(*problem_, kind, virtual_stage, micro_batch, now);
-        if (target >= 0 && target != stage && !is_pending_[target]) {
-            is_pending_[target] = 1;
-            pending_.push_back(target);
+        const double seconds =
+            combined ? problem_->combined_seconds(stage, code, order[position + 1]) : problem_->seconds(code, stage);
+        now = begin + seconds;
+        const double sent = combined ? begin + problem_->combined_sends_at * seconds : now;
+        for (const int last = position + unit_size(code); position < last; ++position) {
+            start_[stage][position] = begin;
+            end_[stage][position] = now;
+            const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(order[position]));
+            const int target = messages_.deliver(*problem_, kind_of(order[position]), virtual_stage,
+                                                 problem_->micro_batch_in(order[position]), sent);
+            if (target >= 0 && target != stage && !is_pending_[target]) {
+                is_pending_[target] = 1;
+                pending_.push_back(target);
+            }
         }
     }
     position_[stage] = position;
@@ -79,40 +84,56 @@ void Replay::remaining(const Orders& orders, Urgency& left) {
 
 // The mirror image of advance(): free_ and link_free hold remaining times instead of times.
 void Replay::advance_backwards(const Order& order, int stage, Urgency& left) {
-    while (position_[stage] > 0) {
-        const Code code = order[position_[stage] - 1];
-        const Kind kind = kind_of(code);
+    const auto message_of = [&](Code code) {  // remaining when it leaves; below 0: not known yet
         const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
         const int slot = virtual_stage * problem_->micro_batches + problem_->micro_batch_in(code);
-        const bool forward = kind == kForward;
-        double after = free_[stage];
-        if (kind == kBackwardInput) after = std::max(after, left.weight[slot]);
-        if (forward && virtual_stage + 1 == problem_->virtual_stages()) {
-            after = std::max(after, left.backward[slot]);
-        } else if (kind != kBackwardWeight && (forward || virtual_stage > 0)) {
-            const double needed = forward ? left.forward[slot + problem_->micro_batches]
-                                          : left.backward[slot - problem_->micro_batches];
-            if (needed < 0.0) return;
-            const int link = problem_->link_out(kind, virtual_stage);
+        if (kind_of(code) == kForward) {
+            return virtual_stage + 1 == problem_->virtual_stages() ? left.backward[slot]
+                                                                    : left.forward[slot + problem_->micro_batches];
+        }
+        return sends_gradient(kind_of(code)) && virtual_stage > 0 ? left.backward[slot - problem_->micro_batches] : 0.0;
+    };
+    while (position_[stage] > 0) {
+        const int end = position_[stage];
+        const bool combined = end > 1 && unit_size(order[end - 2]) == 2;
+        const int begin = end - (combined ? 2 : 1);
+        double needed[2] = {0.0, 0.0};
+        for (int place = begin; place < end; ++place) {
+            needed[place - begin] = message_of(order[place]);
+            if (needed[place - begin] < 0.0) return;
+        }
+        double after = free_[stage], sent = 0.0;
+        for (int place = end - 1; place >= begin; --place) {
+            const Code code = order[place];
+            const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
+            const int slot = virtual_stage * problem_->micro_batches + problem_->micro_batch_in(code);
+            if (kind_of(code) == kBackwardInput) after = std::max(after, left.weight[slot]);
+            const int link = problem_->link_out(kind_of(code), virtual_stage);
             if (link >= 0) {
                 const Link& cost = problem_->links[link];
-                double& sent = messages_.link_free[link];
-                sent = std::max(sent, needed + cost.latency) + cost.occupancy;
-                after = std::max(after, sent);
-            } else {
-                after = std::max(after, needed);
+                double& before = messages_.link_free[link];
+                needed[place - begin] = before = std::max(before, needed[place - begin] + cost.latency) + cost.occupancy;
             }
+            sent = std::max(sent, needed[place - begin]);
         }
-        auto& table = forward ? left.forward : kind == kBackwardWeight ? left.weight : left.backward;
-        free_[stage] = after + problem_->seconds(kind, problem_->row(virtual_stage), problem_->micro_batch_in(code));
-        table[slot] = free_[stage];
-        --position_[stage];
-        const int before = virtual_stage + (forward ? -1 : 1);
-        if (kind == kBackwardWeight || before < 0 || before == problem_->virtual_stages()) continue;
-        const int source = problem_->stage_of(before);
-        if (source != stage && !is_pending_[source]) {
-            is_pending_[source] = 1;
-            pending_.push_back(source);
+        const double seconds = combined ? problem_->combined_seconds(stage, order[begin], order[begin + 1])
+                                        : problem_->seconds(order[begin], stage);
+        const double share = combined ? problem_->combined_sends_at : 1.0;
+        free_[stage] = std::max(after + seconds, sent + share * seconds);
+        position_[stage] = begin;
+        for (int place = begin; place < end; ++place) {
+            const Kind kind = kind_of(order[place]);
+            const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(order[place]));
+            const int slot = virtual_stage * problem_->micro_batches + problem_->micro_batch_in(order[place]);
+            auto& table = kind == kForward ? left.forward : kind == kBackwardWeight ? left.weight : left.backward;
+            table[slot] = free_[stage];
+            const int before = virtual_stage + (kind == kForward ? -1 : 1);
+            if (kind == kBackwardWeight || before < 0 || before == problem_->virtual_stages()) continue;
+            const int source = problem_->stage_of(before);
+            if (source != stage && !is_pending_[source]) {
+                is_pending_[source] = 1;
+                pending_.push_back(source);
+            }
         }
     }
 }

@@ -32,7 +32,8 @@ std::vector<Link> links_from(const LinkTable& table) {
 
 Problem make_problem(int stages, int chunks, int micro_batches, Table forward, Table backward_input,
                      Table backward_weight, Table backward, std::vector<int> stage_of, const LinkTable& links,
-                     Table cap, Table released, bool shared_queue, bool serial_queue) {
+                     Table cap, Table released, bool shared_queue, bool serial_queue, Table combined_saving,
+                     double combined_sends_at) {
     Problem problem;
     problem.stages = stages;
     problem.chunks = chunks;
@@ -47,6 +48,8 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     problem.released = std::move(released);
     problem.shared_queue = shared_queue;
     problem.serial_queue = shared_queue && serial_queue;
+    problem.combined_saving = std::move(combined_saving);
+    problem.combined_sends_at = combined_sends_at;
     if (problem.forward.size() != static_cast<std::size_t>(stages) * chunks) {
         problem.width = micro_batches;
         problem.step = 1;
@@ -174,7 +177,7 @@ py::tuple actions(const Problem& problem, int stage, const Order& codes, const p
     for (std::size_t position = 0; position < codes.size(); ++position) {
         const Code code = codes[position];
         const py::object fields[] = {owner, kinds[kind_of(code)], numbers.at(problem.chunk_in(code)),
-                                     numbers.at(problem.micro_batch_in(code)), py::bool_(false)};
+                                     numbers.at(problem.micro_batch_in(code)), py::bool_((code & kCombined) != 0)};
         PyObject* made = type->tp_alloc(type, std::size(fields));
         if (made == nullptr) throw py::error_already_set();
         for (std::size_t field = 0; field < std::size(fields); ++field) {
@@ -195,7 +198,7 @@ PYBIND11_MODULE(_native, module) {
         .def(py::init(&make_problem), py::kw_only(), py::arg("stages"), py::arg("chunks"), py::arg("micro_batches"),
              py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("backward_s"),
              py::arg("stage_of"), py::arg("links"), py::arg("cap"), py::arg("released"), py::arg("shared_queue"),
-             py::arg("serial_queue") = false);
+             py::arg("serial_queue") = false, py::arg("combined_saving") = Table(), py::arg("combined_sends_at") = 1.0);
     py::class_<EncodedOrders>(module, "EncodedOrders")
         .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
     py::class_<Run>(module, "Run")

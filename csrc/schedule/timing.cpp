@@ -51,10 +51,10 @@ Timing::Timing(const Problem& problem)
     nodes_.resize(codes_ * problem.stages);
     for (int stage = 0; stage < problem.stages; ++stage) {
         for (std::size_t code = 0; code < codes_; ++code) {
-            const Code action = static_cast<Code>(code);
+            const Code action = static_cast<Code>((code / 4) << kCodeShift);
             const int virtual_stage = problem.virtual_stage(stage, problem.chunk_in(action));
             nodes_[stage * codes_ + code] =
-                node_of(problem, kind_of(action), virtual_stage, problem.micro_batch_in(action));
+                node_of(problem, static_cast<Kind>(code % 4), virtual_stage, problem.micro_batch_in(action));
         }
     }
 }

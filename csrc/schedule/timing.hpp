@@ -31,7 +31,9 @@ public:
     // orders as they were.
     double run_moved(const Orders& orders, int stage, int low, int high);
 
-    const Node& node(Code code, int stage) const { return nodes_[static_cast<std::size_t>(stage) * codes_ + code]; }
+    const Node& node(Code code, int stage) const {
+        return nodes_[static_cast<std::size_t>(stage) * codes_ + (code >> kCodeShift) * 4 + kind_of(code)];
+    }
     const Times& start() const { return start_; }
     const Times& end() const { return end_; }
     const Times& left() const { return left_; }  // from the start of an action to the end of the iteration

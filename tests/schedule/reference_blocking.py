@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from reference_simulator import unit_s
+
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.schedule.ir import Action, Kind, Schedule
+from adaptra_megatron.schedule.ir import Action, Schedule
 from adaptra_megatron.schedule.transfers.blocking import BlockingCall, Step, stock_programs
 
 Times = list[list[float]]
@@ -81,14 +83,16 @@ class _Replay:
             if isinstance(step, BlockingCall):
                 self._post(stage, step)
                 posted = True
+            elif step.combined:
+                self._compute(stage, step, self.programs[stage][self.position[stage]])
+                self.position[stage] += 1
             else:
                 self._compute(stage, step)
 
-    def _compute(self, stage: int, action: Action) -> None:
-        table = "forward_s" if action.kind is Kind.FORWARD else "backward_s"
-        self.start_s[stage].append(self.now[stage])
-        self.now[stage] += self.costs.micro_batch_s(table, stage, action.chunk)[action.micro_batch]
-        self.end_s[stage].append(self.now[stage])
+    def _compute(self, stage: int, *unit: Action) -> None:
+        self.start_s[stage] += [self.now[stage]] * len(unit)
+        self.now[stage] += unit_s(self.costs, unit)
+        self.end_s[stage] += [self.now[stage]] * len(unit)
 
     def _post(self, stage: int, call: BlockingCall) -> None:
         now = self.now[stage]

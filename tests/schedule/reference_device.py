@@ -11,10 +11,10 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from reference_simulator import Links, Result, Times, duration, needed, produced
+from reference_simulator import Links, Result, Times, needed, produced, sent_s, unit_s
 
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.schedule.ir import Action, Kind, Schedule
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule, units
 from adaptra_megatron.schedule.transfers.launch_order import LaunchRanks, OrderedMessage, receives_before
 from adaptra_megatron.schedule.transfers.launch_order import needed as message_for
 from adaptra_megatron.schedule.transfers.launch_order import produced as message_of
@@ -26,11 +26,16 @@ class _Operation:
 
     stage: int
     stream: tuple[str, int]
-    work: Action | OrderedMessage
+    work: Order | OrderedMessage
+    """What runs as one, or the message."""
     after: list[_Operation] = field(default_factory=list)
     """What must have ended."""
     started: bool = False
+    sent: bool = False
+    """Whether the messages of a computation have left."""
     ended: bool = False
+    made_by: _Operation | None = None
+    """Computation whose message this is the sending end of."""
 
 
 class DeviceReference:
@@ -47,20 +52,21 @@ class DeviceReference:
         self.links = Links(costs)
         self.start_s: Times = [[] for _ in range(schedule.stages)]
         self.end_s: Times = [[] for _ in range(schedule.stages)]
-        self.events: list[tuple[float, int, list[_Operation] | Result]] = []
+        self.events: list[tuple[float, int, list[_Operation] | _Operation | Result]] = []
         self.sequence = itertools.count()
 
-    def _program(self, stage: int, ranks: LaunchRanks) -> list[Action | tuple[str, OrderedMessage]]:
+    def _program(self, stage: int, ranks: LaunchRanks) -> list[Order | tuple[str, OrderedMessage]]:
         """What the host of `stage` issues, in order."""
-        found: list[Action | tuple[str, OrderedMessage]] = []
-        batches = receives_before(self.schedule, stage, ranks)
-        for action, receives in zip(self.schedule.orders[stage], batches, strict=True):
+        found: list[Order | tuple[str, OrderedMessage]] = []
+        batches = iter(receives_before(self.schedule, stage, ranks))
+        for unit in units(self.schedule.orders[stage]):
+            receives = [message for _ in unit for message in next(batches)]
             found += [("receive", message) for message in receives if self._is_rendezvous(message)]
-            found.append(action)
-            message = message_of(action, self.schedule.placement)
-            if self._is_rendezvous(message):
-                assert message is not None
-                found.append(("send", message))
+            found.append(unit)
+            for message in (message_of(action, self.schedule.placement) for action in unit):
+                if self._is_rendezvous(message):
+                    assert message is not None
+                    found.append(("send", message))
         return found
 
     def _is_rendezvous(self, message: OrderedMessage | None) -> bool:
@@ -80,17 +86,20 @@ class DeviceReference:
         assert not any(self.programs), "receives by rank never deadlock"
         return self.start_s, self.end_s
 
-    def _happen(self, event: list[_Operation] | Result, now_s: float) -> None:
+    def _happen(self, event: list[_Operation] | _Operation | Result, now_s: float) -> None:
         if isinstance(event, tuple):
             self.arrived.add(event)
-            return
-        for operation in event:
-            operation.ended = True
-            if isinstance(operation.work, Action):
-                self._ended(operation.work, now_s)
+        elif isinstance(event, _Operation):
+            event.sent = True
+            for action in event.work:
+                self._sent(action, now_s)
+        else:
+            for operation in event:
+                operation.ended = True
+                if not isinstance(operation.work, OrderedMessage):
+                    self.end_s[operation.stage] += [now_s] * len(operation.work)
 
-    def _ended(self, action: Action, now_s: float) -> None:
-        self.end_s[action.stage].append(now_s)
+    def _sent(self, action: Action, now_s: float) -> None:
         away = message_of(action, self.schedule.placement)
         for result in produced(action, self.schedule.placement):
             if self.schedule.placement.stage_of[result[1]] != action.stage and self._is_rendezvous(away):
@@ -122,20 +131,25 @@ class DeviceReference:
                 issued = True
         return issued
 
-    def _operation(self, stage: int, step: Action | tuple[str, OrderedMessage]) -> _Operation | None:
+    def _operation(self, stage: int, step: Order | tuple[str, OrderedMessage]) -> _Operation | None:
         computation = self.latest.get((stage, ("compute", stage)))
-        if isinstance(step, Action):
-            message = message_for(step, self.schedule.placement)
+        if isinstance(step[0], Action):
             operation = _Operation(stage, ("compute", stage), step)
-            if self._is_rendezvous(message):
-                assert message is not None
-                operation.after.append(self.ends[stage, message])
-            elif needed(step, self.schedule.placement) not in self.arrived and not self._is_made_here(step):
-                return None
+            for action in step:
+                message = message_for(action, self.schedule.placement)
+                if self._is_rendezvous(message):
+                    assert message is not None
+                    operation.after.append(self.ends[stage, message])
+                elif needed(action, self.schedule.placement) not in self.arrived and not self._is_made_here(action):
+                    return None
             return operation
         what, message = step
         peer = message.source if what == "receive" else message.target
-        operation = _Operation(stage, (what, peer), message, [] if computation is None else [computation])
+        operation = _Operation(stage, (what, peer), message)
+        if what == "send":
+            operation.made_by = computation
+        elif computation is not None:
+            operation.after.append(computation)
         self.ends[stage, message] = operation
         return operation
 
@@ -148,23 +162,27 @@ class DeviceReference:
         """What devices start now; in each queue, nothing starts before what stands in front of it."""
         started = False
         for queue in [queue for queues in self.queues for queue in queues.values()]:
-            while queue and all(other.ended for other in queue[0].after):
+            while queue and all(other.ended for other in queue[0].after) and self._is_made(queue[0]):
                 operation = queue.popleft()
                 operation.started = started = True
-                if isinstance(operation.work, Action):
-                    self.start_s[operation.stage].append(now_s)
-                    end_s = now_s + duration(self.costs, operation.work)
-                    self._end_at(end_s, [operation])
-                else:
+                if isinstance(operation.work, OrderedMessage):
                     self._meet(operation.work, now_s)
+                else:
+                    self.start_s[operation.stage] += [now_s] * len(operation.work)
+                    self._at(sent_s(self.costs, operation.work, now_s), operation)
+                    self._at(now_s + unit_s(self.costs, operation.work), [operation])
         return started
+
+    @staticmethod
+    def _is_made(operation: _Operation) -> bool:
+        return operation.made_by is None or operation.made_by.sent
 
     def _meet(self, message: OrderedMessage, now_s: float) -> None:
         ends = [self.ends.get((stage, message)) for stage in (message.source, message.target)]
         both = [operation for operation in ends if operation is not None and operation.started]
         if len(both) == 2:
             cost = self.costs.link(message.source, message.target)
-            self._end_at(now_s + (cost.occupancy_s + cost.latency_s), both)
+            self._at(now_s + (cost.occupancy_s + cost.latency_s), both)
 
-    def _end_at(self, end_s: float, operations: list[_Operation]) -> None:
-        heapq.heappush(self.events, (end_s, next(self.sequence), operations))
+    def _at(self, moment_s: float, event: list[_Operation] | _Operation) -> None:
+        heapq.heappush(self.events, (moment_s, next(self.sequence), event))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.schedules import random_placements
 
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.ir import Action, Kind, Placement, Schedule
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Placement, Schedule, units
 
 Times = list[list[float]]
 # A message or result: the kind that needs it, and its virtual stage and micro-batch.
@@ -28,6 +28,22 @@ def duration(costs: Costs, action: Action) -> float:
         Kind.BACKWARD_WEIGHT: "backward_weight_s",
     }[action.kind]
     return costs.micro_batch_s(name, action.stage, action.chunk)[action.micro_batch]
+
+
+def unit_s(costs: Costs, unit: Order) -> float:
+    """Seconds of an action, or of a combined one."""
+    each_s = [duration(costs, action) for action in unit]
+    if len(unit) == 1 or not costs.combined_saving:
+        return sum(each_s)
+    forward, backward = unit
+    apart_s = each_s[0] + duration(costs, backward._replace(kind=Kind.BACKWARD))
+    saved_s = costs.combined_saving[forward.stage][forward.chunk][backward.chunk] * apart_s
+    return max(*each_s, sum(each_s) - saved_s)
+
+
+def sent_s(costs: Costs, unit: Order, start_s: float) -> float:
+    """When messages leave."""
+    return start_s + unit_s(costs, unit) * (costs.combined_sends_at if len(unit) == 2 else 1.0)
 
 
 def virtual_stage(action: Action, placement: Placement) -> int:
@@ -79,28 +95,33 @@ def reference_replay(schedule: Schedule, costs: Costs) -> tuple[Times, Times] | 
     arrived = {(Kind.FORWARD, 0, m) for m in range(schedule.micro_batches)}
     links = Links(costs)
     sequence = itertools.count()
-    events: list[tuple[float, int, Action | Result]] = []
+    events: list[tuple[float, int, tuple[Order, bool] | Result]] = []
+    order_of = [list(units(order)) for order in schedule.orders]
 
     def start_what_can(now_s: float) -> None:
-        for stage, order in enumerate(schedule.orders):
-            if busy[stage] or len(starts[stage]) == len(order):
-                continue
-            action = order[len(starts[stage])]
-            if needed(action, schedule.placement) in arrived:
+        for stage, order in enumerate(order_of):
+            if not busy[stage] and order and all(needed(half, schedule.placement) in arrived for half in order[0]):
+                unit = order.pop(0)
                 busy[stage] = True
-                starts[stage].append(now_s)
-                heapq.heappush(events, (now_s + duration(costs, action), next(sequence), action))
+                starts[stage] += [now_s] * len(unit)
+                heapq.heappush(events, (sent_s(costs, unit, now_s), next(sequence), (unit, False)))
+                heapq.heappush(events, (now_s + unit_s(costs, unit), next(sequence), (unit, True)))
 
     start_what_can(0.0)
     while events:
         now_s, _, event = heapq.heappop(events)
-        if isinstance(event, Action):
-            busy[event.stage] = False
-            ends[event.stage].append(now_s)
-            for result in produced(event, schedule.placement):
-                heapq.heappush(events, (links.arrival(event.stage, result, now_s), next(sequence), result))
-        else:
+        if len(event) == 3:
             arrived.add(event)
+            start_what_can(now_s)
+            continue
+        unit, ended = event
+        stage = unit[0].stage
+        if ended:
+            busy[stage] = False
+            ends[stage] += [now_s] * len(unit)
+        else:
+            for result in (result for half in unit for result in produced(half, schedule.placement)):
+                heapq.heappush(events, (links.arrival(stage, result, now_s), next(sequence), result))
         start_what_can(now_s)
     complete = all(len(ends[stage]) == len(order) for stage, order in enumerate(schedule.orders))
     return (starts, ends) if complete else None
@@ -228,13 +249,14 @@ def random_costs(
     rendezvous: bool = False,
     placed: bool = False,
     varied: bool = False,
+    combined: bool = False,
 ) -> Costs:
     """Any costs: some actions and links may take no time at all.
 
     In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory. `added`:
     input gradients may add to what is held. `whole`: whole backwards may have seconds of their own. `rendezvous`: links
     may be such ones, and stages may share a queue. `placed`: virtual stages may be on any stages. `varied`:
-    micro-batches may differ.
+    micro-batches may differ. `combined`: actions may be combined, at a saving or a loss.
     """
     stages = draw(st.integers(1, max_stages))
     chunks = draw(st.integers(least_chunks, max_chunks))
@@ -262,6 +284,8 @@ def random_costs(
         row = st.tuples(*[factor] * micro_batches)
         return tuple(tuple(draw(row) for _ in range(chunks)) for _ in range(stages))
 
+    saving = st.sampled_from([0.0, 0.125, 0.25, 0.5, -0.125]) | st.floats(-0.2, 0.5)
+    savings = st.tuples(*[st.tuples(*[saving] * chunks)] * chunks)
     names = ("forward_s", "backward_input_s", "backward_weight_s")
     return Costs(
         stages=stages,
@@ -280,4 +304,6 @@ def random_costs(
         shared_queue=(shared := rendezvous and draw(st.booleans())),
         serial_queue=shared and draw(st.booleans()),
         custom_placement=placement,
+        combined_saving=tuple(draw(savings) for _ in range(stages)) if combined else (),
+        combined_sends_at=draw(st.sampled_from([0.25, 0.5, 0.875, 1.0])) if combined else 1.0,
     )

@@ -39,6 +39,7 @@ def all_costs(draw: st.DrawFn) -> Costs:
     stages, chunks = draw(st.integers(2, 5)), draw(st.integers(1, 3))
     tables = [tuple(tuple(draw(SECONDS) for _ in range(chunks)) for _ in range(stages)) for _ in range(3)]
     neighbours = [(stage, (stage + step) % stages) for stage in range(stages) for step in (1, -1)]
+    pairs = st.tuples(*[st.tuples(*[st.floats(-1.0, 0.5)] * chunks)] * chunks)
     chosen = draw(st.lists(st.sampled_from(neighbours), unique=True))
     return Costs(
         stages=stages,
@@ -52,6 +53,8 @@ def all_costs(draw: st.DrawFn) -> Costs:
         released_at_backward_input=tuple(draw(st.floats(LEAST_RELEASED, 1.0)) for _ in range(stages)),
         backward_s=draw(st.none() | st.just(tables[0])),
         shared_queue=draw(st.booleans()),
+        combined_saving=(combined := draw(st.just(()) | st.tuples(*[pairs] * stages))),
+        combined_sends_at=draw(st.floats(0.1, 1.0)) if combined else 1.0,
     )
 
 
@@ -67,6 +70,10 @@ def test_numbers_and_rows_are_spread() -> None:
     assert costs.max_in_flight == (5,) * 3
     assert costs.link(2, 0) == LinkCost(0.06, 0.0)
     assert costs.link(0, 2) == LinkCost()
+    assert not costs.can_combine
+    two = costs_from_json(GOOD | {"combined_saving": [0.1, 0.2, [[0.3]]], "combined_sends_at": 0.5})
+    assert two.can_combine
+    assert (two.combined_saving, two.combined_sends_at) == ((((0.1,),), ((0.2,),), ((0.3,),)), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +101,12 @@ def test_numbers_and_rows_are_spread() -> None:
         ({"serial_queue": True}, "serial_queue needs shared_queue"),
         ({"links": [{"from": 0, "to": 1, "rendezvous": "yes"}]}, "rendezvous of link 0->1 must be true or false"),
         ({"backward_s": [[0.1]]}, "backward_s has 1 rows for 3 stages"),
+        ({"combined_saving": 0.6}, "combined_saving of stage 0 must be between -1 and 0.5, got 0.6"),
+        ({"combined_saving": [0.1, 0.1]}, "combined_saving must have 3 stages with 1 rows of 1 values"),
+        ({"combined_saving": [0.1, [[0.1], [0.1]], 0.1]}, "combined_saving must have 3 stages with 1 rows"),
+        ({"combined_saving": "much"}, "combined_saving must be a number, one per stage, or rows per stage"),
+        ({"combined_saving": [0.1, [0.1], 0.1]}, "combined_saving"),
+        ({"combined_sends_at": 0}, "combined_sends_at must be above 0 and at most 1, got 0"),
         ({"wat": 1}, "unknown field 'wat'"),
     ],
 )

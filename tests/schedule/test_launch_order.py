@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.schedules import named_schedules, random_schedules
+from support.schedules import combined_schedules, named_schedules, random_schedules
 
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
@@ -23,7 +23,7 @@ from adaptra_megatron.schedule.transfers.launch_order import (
     sent_to,
 )
 
-schedules = st.one_of(named_schedules(), random_schedules(), random_schedules(placed=True))
+schedules = st.one_of(named_schedules(), random_schedules(), combined_schedules(placed=True))
 
 
 @st.composite

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.schedules import named_schedules, random_schedules
+from support.schedules import combined_schedules, named_schedules, random_schedules
 
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
 from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, needed, produced, sent_to
 
-schedules = st.one_of(named_schedules(), random_schedules(), random_schedules(placed=True))
+schedules = st.one_of(named_schedules(), random_schedules(), combined_schedules(placed=True))
 
 
 @given(schedules)

@@ -11,7 +11,7 @@ import pytest
 
 from adaptra_megatron.schedule import _native
 
-# 2 stages, 2 chunks, 3 micro-batches: codes from 0 to 23.
+# 2 stages, 2 chunks, 3 micro-batches: codes from 0 to 47.
 GOOD: dict[str, Any] = {
     "stages": 2,
     "chunks": 2,
@@ -81,10 +81,14 @@ REPLAYS: dict[str, Callable[[list[list[int]]], object]] = {
 def test_orders_that_do_not_fit_the_problem_are_refused(replay: str) -> None:
     run = REPLAYS[replay]
     run([[0], []])
-    for orders in ([[24], []], [[], [1 << 30]], [[-17], []], [[-(1 << 31)], []], [[0]], [[0], [0], [0]], []):
+    for orders in ([[48], []], [[], [1 << 30]], [[-17], []], [[-(1 << 31)], []], [[0]], [[0], [0], [0]], []):
         with pytest.raises(ValueError, match="orders has|codes from"):
             run(orders)
     if replay == "launch_ranks":  # what has calls is replayed as a program that blocks
+        with pytest.raises(ValueError, match="only a forward with a backward right behind it"):
+            run([[4], []])
+        with pytest.raises(ValueError, match="only a forward with a backward right behind it"):
+            run([[4, 3], []])
         with pytest.raises(ValueError, match="codes from -1 to 0"):
             run([[-1], [0]])
 

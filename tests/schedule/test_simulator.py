@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from reference_blocking import replay_blocking
 from reference_device import DeviceReference
 from reference_simulator import OnlineReference, random_costs, reference_replay
+from support.schedules import with_pairs, with_pairs_that_run
 
-from adaptra_megatron.schedule.classic import gpipe, interleaved, one_f_one_b
+from adaptra_megatron.schedule.classic import gpipe, interleaved, interleaved_combined, one_f_one_b
 from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
 from adaptra_megatron.schedule.schedule_checks import check_schedule
@@ -65,6 +67,33 @@ def test_replay_over_rendezvous_links_agrees_with_hosts_and_devices(data: st.Dat
     schedule = simulate_online(_shuffled(costs, random.Random(data.draw(st.integers(0, 2**32))))).schedule
     if data.draw(st.booleans()):
         schedule = whole_backwards(schedule)
+    starts, ends = DeviceReference(schedule, costs, launch_ranks(schedule, costs)).run()
+    found = simulate(schedule, costs)
+    for mine, others in ((found.start_s, starts), (found.end_s, ends)):
+        for row, other in zip(mine, others, strict=True):
+            assert row == pytest.approx(other, abs=1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), costs=random_costs(varied=True, added=True, whole=True, placed=True, combined=True))
+def test_combined_actions_agree_with_the_reference(data: st.DataObject, costs: Costs) -> None:
+    """Also where they cannot run: a pair may need what only its own forward leads to."""
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    schedule = simulate_online(_shuffled(costs, rng)).schedule.separated()
+    schedule = with_pairs(whole_backwards(schedule) if rng.random() < 0.5 else schedule, rng)
+    reference = reference_replay(schedule, costs)
+    if reference is None:
+        with pytest.raises(SimulationError, match="for ever"):
+            simulate(schedule, costs)
+    else:
+        assert_agree(simulate(schedule, costs), reference)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), costs=random_costs(varied=True, whole=True, rendezvous=True, placed=True, combined=True))
+def test_combined_actions_agree_with_hosts_and_devices(data: st.DataObject, costs: Costs) -> None:
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    schedule = with_pairs_that_run(simulate_online(_shuffled(costs, rng)).schedule.separated(), rng)
     starts, ends = DeviceReference(schedule, costs, launch_ranks(schedule, costs)).run()
     found = simulate(schedule, costs)
     for mine, others in ((found.start_s, starts), (found.end_s, ends)):
@@ -266,14 +295,21 @@ def test_blocking_one_f_one_b_by_hand() -> None:
     assert simulation.start_s == ((0.0, 11.0, 23.0, 24.0, 35.0, 47.0), (11.0, 12.0, 23.0, 24.0, 35.0, 36.0))
 
 
+@pytest.mark.parametrize(("order", "saving"), [(interleaved, None), (interleaved_combined, 0.25)])
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(3, 2, 6), (4, 2, 4), (4, 3, 12)])
 def test_blocking_costs_nothing_when_links_are_free_and_stages_alike(
-    stages: int, chunks: int, micro_batches: int
+    stages: int, chunks: int, micro_batches: int, order: Callable[..., Schedule], saving: float | None
 ) -> None:
     costs = uniform_costs(
-        stages, micro_batches, chunks=chunks, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0
+        stages,
+        micro_batches,
+        chunks=chunks,
+        forward_s=1.0,
+        backward_input_s=1.0,
+        backward_weight_s=1.0,
+        combined_saving=saving,
     )
-    schedule = interleaved(stages, micro_batches, chunks)
+    schedule = order(stages, micro_batches, chunks)
     free = simulate(schedule, costs)
     assert simulate(schedule, costs, blocking=True).makespan_s == free.makespan_s
     slow = uniform_costs(
@@ -284,6 +320,7 @@ def test_blocking_costs_nothing_when_links_are_free_and_stages_alike(
         backward_input_s=1.0,
         backward_weight_s=1.0,
         links=slow_both_ways(1, 2.0),
+        combined_saving=saving,
     )
     blocking = simulate(schedule, slow, blocking=True)
     assert blocking.makespan_s > simulate(schedule, slow).makespan_s

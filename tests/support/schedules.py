@@ -69,11 +69,9 @@ def with_pairs(schedule: Schedule, choice: random.Random) -> Schedule:
     return replace(schedule, orders=tuple(map(marked, schedule.orders)))
 
 
-@st.composite
-def combined_schedules(draw: st.DrawFn, *, placed: bool = False) -> Schedule:
-    """Random schedules that can run, with combined actions wherever these can, or at fewer places."""
-    schedule = draw(random_schedules(placed=placed))
-    wanted = with_pairs(schedule, random.Random(draw(st.integers(0, 2**32))))
+def with_pairs_that_run(schedule: Schedule, choice: random.Random) -> Schedule:
+    """`with_pairs`, less the pairs that wait for ever."""
+    wanted = with_pairs(schedule, choice)
     for stage, order in enumerate(wanted.orders):
         for place, action in enumerate(order):
             if action.combined:
@@ -83,6 +81,13 @@ def combined_schedules(draw: st.DrawFn, *, placed: bool = False) -> Schedule:
                     check_schedule(candidate := replace(schedule, orders=tuple(map(tuple, tried))))
                     schedule = candidate
     return schedule
+
+
+@st.composite
+def combined_schedules(draw: st.DrawFn, *, placed: bool = False) -> Schedule:
+    """Random schedules that can run, some with combined actions."""
+    schedule = draw(random_schedules(placed=placed))
+    return with_pairs_that_run(schedule, random.Random(draw(st.integers(0, 2**32))))
 
 
 def random_placements(stages: int, chunks: int) -> st.SearchStrategy[Placement]:

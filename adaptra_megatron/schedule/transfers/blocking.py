@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.classic import interleaved, one_f_one_b
+from adaptra_megatron.schedule.classic import interleaved, interleaved_combined, one_f_one_b
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
 from adaptra_megatron.schedule.native import encode_action
 
@@ -39,8 +39,8 @@ def stock_programs(schedule: Schedule) -> list[list[Step]]:
     if schedule.chunks == 1:
         _require_one_f_one_b(schedule)
         return [list(_one_f_one_b_program(schedule, stage)) for stage in range(schedule.stages)]
-    _require_interleaved(schedule)
-    return [list(_interleaved_program(schedule, stage)) for stage in range(schedule.stages)]
+    group = _require_interleaved(schedule)
+    return [list(_interleaved_program(schedule, stage, group)) for stage in range(schedule.stages)]
 
 
 def encoded_programs(schedule: Schedule) -> _native.EncodedOrders:
@@ -80,14 +80,13 @@ def _one_f_one_b_program(schedule: Schedule, stage: int) -> Iterator[Step]:
         yield from (receive_backward, backward, send_backward)
 
 
-def _interleaved_program(schedule: Schedule, stage: int) -> Iterator[Step]:
+def _interleaved_program(schedule: Schedule, stage: int, group: int) -> Iterator[Step]:
     stages, chunks, total = schedule.stages, schedule.chunks, schedule.micro_batches * schedule.chunks
     order = schedule.orders[stage]
     forwards = [action for action in order if action.kind is Kind.FORWARD]
     backwards = [action for action in order if action.kind is Kind.BACKWARD]
     first, last = stage == 0, stage == stages - 1
-    warm_up = next(index for index, action in enumerate(order) if action.kind is Kind.BACKWARD)
-    warm_up = warm_up if warm_up == total else warm_up - 1
+    warm_up = min(total, 2 * (stages - 1 - stage) + (chunks - 1) * group + schedule.combines)
     steady = total - warm_up
 
     def sends_forward(index: int) -> bool:
@@ -136,15 +135,18 @@ def _require_one_f_one_b(schedule: Schedule) -> None:
         raise ScheduleError("blocking sends are defined for stock's own order only, and this one is not 1F1B")
 
 
-def _require_interleaved(schedule: Schedule) -> None:
+def _require_interleaved(schedule: Schedule) -> int:
+    """Return the size of a group of micro-batches."""
     if schedule.stages < 3:
         raise ScheduleError(
             "stock runs interleaved schedules with blocking sends (overlap_p2p_comm off) on more than 2 stages only, "
             f"got {schedule.stages}; simulate it without blocking"
         )
     group = next((k for k, action in enumerate(schedule.orders[0]) if action.chunk != 0), schedule.micro_batches)
-    stock = interleaved(schedule.stages, schedule.micro_batches, schedule.chunks, group)
+    stock_order = interleaved_combined if schedule.combines else interleaved
+    stock = stock_order(schedule.stages, schedule.micro_batches, schedule.chunks, group)
     if schedule.orders != stock.orders:
         raise ScheduleError(
             "blocking sends are defined for stock's own order only, and this one is not interleaved 1F1B"
         )
+    return group

@@ -29,7 +29,7 @@ from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.costs import Costs, PerChunk, uniform_costs_for
 from adaptra_megatron.schedule.ir import Action, Kind, Order, Placement, Schedule
 from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
-from adaptra_megatron.schedule.simulator import check_fits, simulate
+from adaptra_megatron.schedule.simulator import check_fits, sent_s, simulate
 
 
 class OrderedMessage(NamedTuple):
@@ -128,8 +128,9 @@ def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None)
     For messages of unknown size: the host waits for the size before it posts the receive. The wait is short, as the
     message is then about to be sent. With known sizes this is slower, since receives are posted later.
     """
-    simulation = simulate(schedule, _positive(costs if costs is not None else uniform_costs_for(schedule)))
-    start_s, end_s = simulation.start_s, simulation.end_s
+    expected = _positive(costs if costs is not None else uniform_costs_for(schedule))
+    simulation = simulate(schedule, expected)
+    start_s, end_s = simulation.start_s, sent_s(simulation, expected)
     is_transfer, is_action = 0, 1  # at equal moments: an action may need what has just ended
     events: list[tuple[float, int, int, int, OrderedMessage | None]] = [
         (end_s[source][index], is_transfer, source, index, message)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Kind
-from adaptra_megatron.schedule.simulator import Simulation
+from adaptra_megatron.schedule.simulator import Simulation, sent_s
 from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.log_lines import duration, percent
 from adaptra_megatron.telemetry.trace import RankTrace
@@ -331,7 +331,7 @@ def _arrivals(simulation: Simulation, costs: Costs) -> Iterator[ArrivalRecord]:
     """Yield the arrivals of all messages, by link and by the time at which they were sent."""
     placement = simulation.schedule.placement
     sent: dict[tuple[int, int], list[tuple[float, ArrivalRecord]]] = defaultdict(list)
-    for order, ends_s in zip(simulation.schedule.orders, simulation.end_s, strict=True):
+    for order, ends_s in zip(simulation.schedule.orders, sent_s(simulation, costs), strict=True):
         for (stage, kind, chunk, micro_batch, _), end_s in zip(order, ends_s, strict=True):
             if kind is Kind.BACKWARD_WEIGHT:
                 continue

@@ -153,7 +153,8 @@ def fixed_schedule(name: str, costs: Costs) -> Schedule:
     """Return the schedule called `name`, or read it from the CSV file `name`. Raises InputError, ScheduleError or
     CostError."""
     if name in SCHEDULES:
-        return make_schedule(name, costs.stages, costs.micro_batches, costs.chunks)
+        schedule = make_schedule(name, costs.stages, costs.micro_batches, costs.chunks)
+        return schedule if costs.can_combine else schedule.separated()
     path = Path(name)
     if path.suffix.lower() != ".csv" and not path.exists():
         raise InputError(f"unknown schedule {name!r}: take one of {', '.join(SCHEDULE_NAMES)}, or name a CSV file")
@@ -170,6 +171,8 @@ def placed_for(name: str | None, job: JobCosts) -> JobCosts:
 def read_schedule(path: Path, costs: Costs) -> Schedule:
     """Read a schedule from a CSV file, and check that the pipeline of `costs` can run it within its caps.
 
+    Without `combined_saving` in the costs, halves of combined actions are separated.
+
     Raises InputError if the file cannot be read, ScheduleError if the schedule cannot run.
     """
     text = read_text(path)
@@ -185,7 +188,7 @@ def read_schedule(path: Path, costs: Costs) -> Schedule:
         )
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}", stage=error.stage, action=error.action) from error
-    return schedule
+    return schedule if costs.can_combine else schedule.separated()
 
 
 def count(text: str) -> int:

@@ -360,7 +360,8 @@ def add_simulate_command(commands: argparse._SubParsersAction[argparse.ArgumentP
 def _run_simulate(options: argparse.Namespace) -> None:
     given, asked = read_given(options.costs, options.plan, options.pipeline_size), what_if(options)
     given = replace(given, job=placed_for(options.schedule, given.job))
-    _note_overlaps(options.schedule)
+    if not given.job.base.can_combine:
+        _note_overlaps(options.schedule)
     axes, routed = asked.axes(given.job), asks_for_routing(options)
     _refuse_contradictions(options, axes)
     with no_cycle_collection():
@@ -383,9 +384,12 @@ def _run_simulate(options: argparse.Namespace) -> None:
 
 
 def _note_overlaps(schedule: str | None) -> None:
-    """Print on stderr that overlapped actions of a CSV file are simulated one after the other."""
+    """Print on stderr that, for want of costs, overlapped actions of a CSV file are timed one after the other."""
     if schedule is not None and Path(schedule).is_file() and ")OVERLAP_" in read_text(Path(schedule)):
-        print(f"note: {schedule} overlaps actions; they are timed one after the other here", file=sys.stderr)
+        print(
+            f"note: {schedule} overlaps actions; without combined_saving in the costs they run one after the other",
+            file=sys.stderr,
+        )
 
 
 def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) -> None:
