@@ -83,7 +83,8 @@ def plan(
 
     While the plan is more than `ENOUGH` above its bound, the limit is `patience_s` if that is longer (None:
     `PATIENCE_S` without a deadline, else 0). Stages keep backwards whole if that is faster or holds less; with `split`
-    False all do, for models whose backward cannot be split. In a shared queue the plan is never slower than stock's
+    False all do, for models whose backward cannot be split. Actions are combined where that is faster, if the costs
+    have a `combined_saving`. In a shared queue the plan is never slower than stock's
     order if that fits the caps; with a V placement, never slower than any order of `v_shaped` that does.
 
     Raises PlanError if no schedule fits the caps.
@@ -116,6 +117,12 @@ def plan(
     enough, left = ENOUGH if goes_on else _NO_GAP, (patience if goes_on else budget) - first_search
     searches = min(_MOST_NEARBY, int(_NEARBY_SHARE * left) // short_search)
     starts = [(best.makespan_s, found["orders"])]
+    if costs.can_combine and best.gap > enough and left >= short_search:
+        left -= short_search
+        apart = problem_from_costs(dataclasses.replace(costs, combined_saving=()))
+        orders = _native.plan(apart, split, short_search, codes)["orders"]
+        starts.append((simulate(decode_orders(orders, costs), costs).makespan_s, orders))
+        best = _faster(best, decode_orders(orders, costs), costs)
     for number in range(searches):
         if best.gap <= enough:
             break

@@ -90,9 +90,10 @@ def simulate_online(costs: Costs) -> Simulation:
     """Dispatch online: each stage runs the first of B > F > W that is ready and within its cap, else waits.
 
     F and B of a chunk run in ascending micro-batch order, W in the order of their I. Among ready chunks, Megatron's
-    interleaved order decides. Stages that decide at the same instant do so in ascending order. A stage whose cap has no
-    room for the addition of an input gradient runs whole backwards. Shared queues are ignored. Raises CostError if some
-    stage's cap cannot hold one activation of each of its chunks.
+    interleaved order decides. Where F and B could both start, costs that gain by it have them run as one. Stages that
+    decide at the same instant do so in ascending order. A stage whose cap has no room for the addition of an input
+    gradient runs whole backwards. Shared queues are ignored. Raises CostError if some stage's cap cannot hold one
+    activation of each of its chunks.
     """
     return simulation_of(None, runner(None, costs)(costs), costs)
 

@@ -11,6 +11,7 @@
 #include "bounds.hpp"
 
 #include <cmath>
+#include <numeric>
 
 namespace adaptra {
 namespace {
@@ -410,13 +411,120 @@ Problem eased(Problem problem) {
     return problem;
 }
 
+// What every schedule of `problem` with combined actions solves in no more time, with none: in place of a combined action
+// its F runs, then its I, both over before their messages left, then its W. All that combining saves is taken off I and W.
+Problem eased_of_combining(Problem problem) {
+    const Problem given = problem;
+    const int chunks = given.chunks, most = given.step == 0 ? 1 : given.micro_batches;
+    const double share = given.combined_sends_at;
+    const auto combined = [&](int stage, Kind kind, int chunk, int m, int other, int n) {
+        return given.combined_seconds(stage, given.code(kForward, chunk, m), given.code(kind, other, n));
+    };
+    const auto each = [&](auto&& use) {
+        for (int stage = 0; stage < given.stages; ++stage) {
+            for (int chunk = 0; chunk < chunks; ++chunk) {
+                for (int m = 0; m < most; ++m) use(stage, chunk, m, (stage * chunks + chunk) * given.width + m);
+            }
+        }
+    };
+    each([&](int stage, int chunk, int m, int entry) {
+        for (int other = 0; other < chunks; ++other) {
+            for (int n = 0; n < most; ++n) {
+                const double sent = share * combined(stage, kBackwardInput, chunk, m, other, n);
+                problem.forward[entry] = std::min(problem.forward[entry], sent);
+            }
+        }
+    });
+    each([&](int stage, int other, int n, int entry) {
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            for (int m = 0; m < most; ++m) {
+                const double forward = problem.seconds(kForward, stage * chunks + chunk, m);
+                const double sent = share * std::min(combined(stage, kBackwardInput, chunk, m, other, n),
+                                                     combined(stage, kBackward, chunk, m, other, n));
+                problem.backward_input[entry] = std::min(problem.backward_input[entry], std::max(0.0, sent - forward));
+            }
+        }
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            for (int m = 0; m < most; ++m) {
+                const double forward = problem.seconds(kForward, stage * chunks + chunk, m);
+                const double left = combined(stage, kBackward, chunk, m, other, n) - forward - problem.backward_input[entry];
+                problem.backward_weight[entry] = std::min(problem.backward_weight[entry], std::max(0.0, left));
+            }
+        }
+    });
+    return problem;
+}
+
+// What is not combined, of a stage: before its first gradient can be there, only F that are not run, of which x take at
+// most the x longest. Then as many B are not combined either, and with the others as much is saved as can be. The
+// stage idles until the gradient, or saves less. `problem`: eased but for combining; micro-batches cost the same.
+Bound alone_bound(const Problem& problem) {
+    Bound best{0.0, "stage", 0};
+    const int last = problem.virtual_stages() - 1, count = problem.micro_batches;
+    const auto least = [&](Kind kind, int v) {  // until the message leaves
+        const int stage = problem.stage_of(v), chunk = problem.chunk_of(v);
+        double seconds = problem.seconds(kind, problem.row(v), 0);
+        for (int other = 0; other < problem.chunks; ++other) {
+            const Code one = problem.code(kind, chunk, 0), behind = problem.code(kForward, other, 0);
+            if (kind == kForward) continue;  // nothing runs beside the first
+            seconds = std::min(seconds, problem.combined_sends_at * problem.combined_seconds(stage, behind, one));
+        }
+        return seconds;
+    };
+    std::vector<double> activation(last + 1), gradient(last + 1);  // earliest arrivals
+    for (int v = 0; v <= last; ++v) {
+        if (v > 0) activation[v] += problem.transfer(problem.activation_link[v - 1]);
+        (v < last ? activation[v + 1] : gradient[last]) = activation[v] + least(kForward, v);
+    }
+    for (int v = last; v > 0; --v) gradient[v - 1] = gradient[v] + least(kBackwardInput, v) + problem.transfer(problem.gradient_link[v]);
+    for (int stage = 0; stage < problem.stages; ++stage) {
+        const double head = activation[problem.virtual_stage(stage, 0)];
+        double first_gradient = kNever, work = 0.0;
+        std::vector<double> forwards, savings;
+        for (int chunk = 0; chunk < problem.chunks; ++chunk) {
+            const int row = stage * problem.chunks + chunk;
+            first_gradient = std::min(first_gradient, gradient[problem.virtual_at[row]]);
+            const double forward = problem.seconds(kForward, row, 0);
+            const double backward = problem.seconds(kBackwardInput, row, 0) + problem.seconds(kBackwardWeight, row, 0);
+            double saving = 0.0;
+            for (int other = 0; other < problem.chunks; ++other) {
+                const Code ahead = problem.code(kForward, other, 0);
+                const double apart = problem.seconds(ahead, stage);
+                for (const Kind kind : {kBackward, kBackwardInput}) {
+                    const Code behind = problem.code(kind, chunk, 0);
+                    const double whole = kind == kBackward ? backward : problem.seconds(behind, stage);
+                    saving = std::max(saving, apart + whole - problem.combined_seconds(stage, ahead, behind));
+                }
+            }
+            work += count * (forward + backward);
+            forwards.insert(forwards.end(), count, forward);
+            savings.insert(savings.end(), count, saving);
+        }
+        for (auto* list : {&forwards, &savings}) std::sort(list->rbegin(), list->rend());
+        double longest = 0.0, saved = std::accumulate(savings.begin(), savings.end(), 0.0), found = kNever;
+        for (std::size_t alone = 0; alone <= forwards.size(); ++alone) {
+            found = std::min(found, std::max(head, first_gradient - longest) + work - saved);
+            if (alone == forwards.size()) break;
+            longest += forwards[alone];
+            saved -= savings[savings.size() - 1 - alone];
+        }
+        if (found > best.seconds) best = {found, "stage", stage};
+    }
+    return best;
+}
+
 }  // namespace
 
 Urgency remaining_time(const Problem& problem) { return Bounds(eased(problem), true).remaining(); }
 
 Bound lower_bound(const Problem& any_problem) {
-    const Problem problem = eased(any_problem);
+    const bool combines = !any_problem.combined_saving.empty();
+    const Problem apart = eased(any_problem), problem = combines ? eased_of_combining(apart) : apart;
     Bound bound = Bounds(problem, false).best();
+    if (combines && problem.step == 0) {
+        const Bound alone = alone_bound(apart);
+        if (alone.seconds > bound.seconds) bound = alone;
+    }
     if (std::any_of(problem.cap.begin(), problem.cap.end(), [](double cap) { return cap < kNever; })) {
         const Bound with_caps = Bounds(problem, true).best();
         if (with_caps.seconds > bound.seconds / kRounding) {

@@ -14,7 +14,8 @@ struct Bound {
     int place = 0;     // stage, or index of one of the problem's links
 };
 
-// Least time from the start of each action to the end of the iteration, in any schedule within the caps.
+// Least time from the start of each action to the end of the iteration, in any schedule within the caps that combines
+// nothing.
 Urgency remaining_time(const Problem& problem);
 
 // A makespan that no schedule within the caps can beat, whatever its orders, split or not.

@@ -59,7 +59,7 @@ double Dispatcher::run(const Policy& policy) {
     for (std::int64_t done = 0; done < actions;) {
         const int stage = winner_[1];
         if (choice_[stage].time == kNever) return kNever;
-        done += choice_[stage].code != kIdle;
+        if (choice_[stage].code != kIdle) done += choice_[stage].behind == kAlone ? 1 : 2;
         start_action(stage, choice_[stage]);
         makespan = std::max(makespan, state_[stage].free);
     }
@@ -110,11 +110,11 @@ bool Dispatcher::forward_fits(int stage, int index) const {
     return !policy_.split[stage] || charged - state.inputs + added_by_input(released) <= cap;
 }
 
-bool Dispatcher::input_fits(int stage) const {
+bool Dispatcher::input_fits(int stage, int forwards) const {
     const Stage& state = state_[stage];
     const double released = policy_.released[stage];
     return released >= 0.0 ||
-           held(state.forwards, state.inputs + 1, state.weights, released) <= policy_.cap[stage] + kCapTolerance;
+           held(forwards, state.inputs + 1, state.weights, released) <= policy_.cap[stage] + kCapTolerance;
 }
 
 // The earliest start of an action whose message may not wait for its link.
@@ -141,7 +141,7 @@ Dispatcher::Choice Dispatcher::next_backward(int stage) const {
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
         if (messages_.gradient[slot] == kNever) continue;
         const Kind kind = backward_kind(stage);
-        if (kind == kBackwardInput && !input_fits(stage)) continue;
+        if (kind == kBackwardInput && !input_fits(stage, state_[stage].forwards)) continue;
         const double time =
             std::max({state_[stage].free, messages_.gradient[slot], link_ready(kind, virtual_stage, micro_batch)});
         const int index = reference_index(problem_, policy_.group, problem_.chunks - 1 - chunk, micro_batch);
@@ -184,6 +184,15 @@ Dispatcher::Choice Dispatcher::next_weight(int stage) const {
 
 Dispatcher::Choice Dispatcher::choose(int stage) const {
     const Choice candidates[] = {next_backward(stage), next_forward(stage), next_weight(stage)};
+    if (policy_.combine) {
+        const Choice both = combined(stage, candidates[0], candidates[1]);
+        const Choice& weight = candidates[2];
+        const double first = std::min({candidates[0].time, candidates[1].time, weight.time});
+        if (both.time < kNever && (both.time <= first || policy_.foresees)) {
+            const bool idles = weight.time < kNever && weight.time + seconds(stage, weight) <= both.time;
+            return idles && both.time > first ? weight : both;
+        }
+    }
     const double soonest = std::min({candidates[0].time, candidates[1].time, candidates[2].time});
     if (soonest == kNever) return {};
     Choice chosen;
@@ -194,17 +203,30 @@ Dispatcher::Choice Dispatcher::choose(int stage) const {
     return policy_.target < kNever ? wait_for_urgent(stage, chosen, candidates) : chosen;
 }
 
+// The two as one, unless one after the other, the one that can start first in front, they would be over sooner.
+Dispatcher::Choice Dispatcher::combined(int stage, const Choice& backward, const Choice& forward) const {
+    const double start = std::max(backward.time, forward.time);
+    const bool fits = kind_of(backward.code) != kBackwardInput || input_fits(stage, state_[stage].forwards + 1);
+    if (start == kNever || !fits) return {};
+    const bool first = forward.time < backward.time;
+    const Choice& one = first ? forward : backward;
+    const Choice& other = first ? backward : forward;
+    const double apart = std::max(one.time + seconds(stage, one), other.time) + seconds(stage, other);
+    const Choice both{start, forward.code | kCombined, std::max(forward.urgency, backward.urgency), backward.code};
+    return start + seconds(stage, both) < apart ? both : Choice{};
+}
+
 // The action to run instead of `chosen`, or kIdle until the message that it needs is expected.
 Dispatcher::Choice Dispatcher::wait_for_urgent(int stage, const Choice& chosen, const Choice* candidates) const {
     const double work = state_[stage].work;
-    const double end = chosen.time + seconds(chosen.code, stage);
+    const double end = chosen.time + seconds(stage, chosen);
     Choice first = chosen;
     const auto consider = [&](const Choice& candidate, Code code) {
         if (candidate.time <= chosen.time || candidate.time >= end || candidate.urgency <= first.urgency) return;
         const double late = end + candidate.urgency;
         if (late <= policy_.target) return;
         const double waited =
-            std::max(candidate.time + seconds(candidate.code, stage) + chosen.urgency, candidate.time + work);
+            std::max(candidate.time + seconds(stage, candidate) + chosen.urgency, candidate.time + work);
         if (waited < late) first = {candidate.time, code, candidate.urgency};
     };
     for (int index = 0; index < 3; ++index) consider(candidates[index], candidates[index].code);
@@ -228,7 +250,7 @@ Dispatcher::Choice Dispatcher::expected_message(int stage, Kind kind) const {
         if (known[slot] < kNever || expected[slot] >= best.time || expected[slot] <= state_[stage].free) continue;
         const int index = reference_index(problem_, policy_.group, chunk, micro_batch);
         const Kind awaited = forward ? kForward : backward_kind(stage);
-        if (forward ? !forward_fits(stage, index) : awaited == kBackwardInput && !input_fits(stage)) continue;
+        if (forward ? !forward_fits(stage, index) : awaited == kBackwardInput && !input_fits(stage, state_[stage].forwards)) continue;
         best = {expected[slot], problem_.code(awaited, chunk, micro_batch), urgency(kind, slot)};
     }
     return best;
@@ -250,9 +272,9 @@ void Dispatcher::expect(Kind kind, int virtual_stage, int micro_batch) {
     }
 }
 
-double Dispatcher::seconds(Code code, int stage) const {
-    return problem_.seconds(kind_of(code), stage * problem_.chunks + problem_.chunk_in(code),
-                            problem_.micro_batch_in(code));
+double Dispatcher::seconds(int stage, const Choice& choice) const {
+    return choice.behind == kAlone ? problem_.seconds(choice.code, stage)
+                                   : problem_.combined_seconds(stage, choice.code, choice.behind);
 }
 
 void Dispatcher::start_action(int stage, const Choice& choice) {
@@ -261,16 +283,34 @@ void Dispatcher::start_action(int stage, const Choice& choice) {
         state.free = choice.time;
         return update(stage);
     }
-    const Kind kind = kind_of(choice.code);
-    const int chunk = problem_.chunk_in(choice.code);
-    const int micro_batch = problem_.micro_batch_in(choice.code);
-    const int virtual_stage = problem_.virtual_stage(stage, chunk);
-    orders_[stage].push_back(choice.code);
-    start_[stage].push_back(choice.time);
-    const double duration = problem_.seconds(kind, stage * problem_.chunks + chunk, micro_batch);
+    const double duration = seconds(stage, choice);
     state.free = choice.time + duration;
-    end_[stage].push_back(state.free);
-    state.work -= duration;
+    if (choice.behind == kAlone) {
+        const int target = book(stage, choice.code, choice.time, state.free, state.free);
+        update(stage);
+        if (target >= 0 && target != stage) update(target);
+        return;
+    }
+    const double sent = choice.time + problem_.combined_sends_at * duration;
+    const int next = book(stage, choice.code, choice.time, state.free, sent);
+    const int previous = book(stage, choice.behind, choice.time, state.free, sent);
+    update(stage);
+    for (const int target : {next, previous}) {
+        if (target >= 0 && target != stage) update(target);
+    }
+}
+
+// Adds an action to the stage's order. Returns the stage that now can know more, or -1.
+int Dispatcher::book(int stage, Code code, double start, double end, double sent) {
+    Stage& state = state_[stage];
+    const Kind kind = kind_of(code);
+    const int chunk = problem_.chunk_in(code);
+    const int micro_batch = problem_.micro_batch_in(code);
+    const int virtual_stage = problem_.virtual_stage(stage, chunk);
+    orders_[stage].push_back(code);
+    start_[stage].push_back(start);
+    end_[stage].push_back(end);
+    state.work -= problem_.seconds(code, stage);
     if (kind == kForward) {
         ++state.forwards;
         ++next_forward_[virtual_stage];
@@ -286,10 +326,9 @@ void Dispatcher::start_action(int stage, const Choice& choice) {
             weight_queue_[stage].push_back(problem_.code(kBackwardWeight, chunk, micro_batch));
         }
     }
-    const int target = messages_.deliver(problem_, kind, virtual_stage, micro_batch, state.free);
+    const int target = messages_.deliver(problem_, kind, virtual_stage, micro_batch, sent);
     if (policy_.horizon > 0 && target >= 0 && problem_.stages > 1) expect(kind, virtual_stage, micro_batch);
-    update(stage);
-    if (target >= 0 && target != stage) update(target);
+    return target;
 }
 
 void Dispatcher::update(int stage) {

@@ -21,6 +21,8 @@ struct Policy {
     int horizon = 0;
     std::vector<double> cap;        // per stage, never above the problem's
     std::vector<double> released;   // per stage, at most the problem's: less keeps room by running W earlier
+    bool combine = false;           // F and B run as one where both can start at once
+    bool foresees = false;          // and where one of the two is waited for, if both are then over sooner
     bool paced = false;             // actions wait until the rendezvous link that their message takes will be free
     int group = 1;                  // micro-batches per chunk in the reference order of interleaved schedules
 };
@@ -59,10 +61,12 @@ private:
         double work = 0.0;  // seconds of actions that have not started
         int highest = -1;  // highest index in the reference order of a forward started here
     };
+    static constexpr Code kAlone = -1;
     struct Choice {
         double time = kNever;  // earliest start
         Code code = 0;
         double urgency = 0.0;
+        Code behind = kAlone;  // the backward that a forward is combined with
     };
 
     void reset();
@@ -70,16 +74,18 @@ private:
     Choice next_backward(int stage) const;
     Choice next_forward(int stage) const;
     Choice next_weight(int stage) const;
+    Choice combined(int stage, const Choice& backward, const Choice& forward) const;
     Choice wait_for_urgent(int stage, const Choice& chosen, const Choice* candidates) const;
     Choice expected_message(int stage, Kind kind) const;
     void expect(Kind kind, int virtual_stage, int micro_batch);
     double urgency(Kind kind, int slot) const;
-    double seconds(Code code, int stage) const;
     bool forward_fits(int stage, int index) const;
-    bool input_fits(int stage) const;
+    bool input_fits(int stage, int forwards) const;
     double link_ready(Kind kind, int virtual_stage, int micro_batch) const;
     Kind backward_kind(int stage) const { return policy_.split[stage] ? kBackwardInput : kBackward; }
+    double seconds(int stage, const Choice& choice) const;
     void start_action(int stage, const Choice& choice);
+    int book(int stage, Code code, double start, double end, double sent);
     void update(int stage);
 
     const Problem& problem_;

@@ -48,22 +48,36 @@ void LocalSearch::shake() {
 
 void LocalSearch::step(const Move& move) {
     const auto begin = current_[move.stage].begin();
-    const int low = std::min(move.from, move.to), high = std::max(move.from, move.to);
+    const int low = this->low(move), high = this->high(move);
     const Order before(begin + low, begin + high + 1);
     // The new neighbours must not change places back.
     const Code moved = begin[move.from], passed = begin[move.to];
-    if (move.from < move.to) {
-        tabu_[next_tabu_] = {move.stage, moved, passed};
-        std::rotate(begin + low, begin + low + 1, begin + high + 1);
-    } else {
-        tabu_[next_tabu_] = {move.stage, passed, moved};
-        std::rotate(begin + low, begin + high, begin + high + 1);
-    }
+    tabu_[next_tabu_] = move.from <= move.to ? Tabu{move.stage, moved, passed} : Tabu{move.stage, passed, moved};
+    apply(move, &*begin + low);
+    if (move.from == move.to) tabu_[next_tabu_] = {move.stage, begin[low], begin[low + 1]};
     next_tabu_ = (next_tabu_ + 1) % kTenure;
     makespan_ = timing_.run_moved(current_, move.stage, low, high);
     if (makespan_ == kNever) {  // a stage now waits for what it would only run later
         std::copy(before.begin(), before.end(), begin + low);
         makespan_ = timing_.run_moved(current_, move.stage, low, high);
+    }
+}
+
+int LocalSearch::high(const Move& move) const {
+    const int last = std::max(move.from, move.to);
+    return move.from == move.to ? last + 1 : last + unit_size(current_[move.stage][last]) - 1;
+}
+
+// Changes the codes from the lowest place on that the move concerns.
+void LocalSearch::apply(const Move& move, Code* low) const {
+    const int count = high(move) - this->low(move) + 1;
+    if (move.from < move.to) {
+        std::rotate(low, low + unit_size(*low), low + count);
+    } else if (move.from > move.to) {
+        std::rotate(low, low + (move.from - move.to), low + count);
+    } else {
+        if (move.turned) std::swap(low[0], low[1]);
+        low[0] ^= kCombined;
     }
 }
 
@@ -95,14 +109,34 @@ LocalSearch::Move LocalSearch::best_move(bool shaking) {
 }
 
 void LocalSearch::consider_block(int stage, int first, int last, bool shaking, Move& best) {
-    for (int position = first; position < last; ++position) consider_move({stage, position, position + 1}, shaking, best);
-    for (int reach = 2; reach <= std::min(kReach, last - first); ++reach) {
-        consider_move({stage, first, first + reach}, shaking, best);
-        consider_move({stage, first + reach, first}, shaking, best);
-        if (reach == last - first) break;
-        consider_move({stage, last - reach, last}, shaking, best);
-        consider_move({stage, last, last - reach}, shaking, best);
+    block_.clear();  // places at which something starts
+    for (int position = first; position <= last; position += unit_size(current_[stage][position])) block_.push_back(position);
+    const int count = static_cast<int>(block_.size());
+    for (int index = 0; index + 1 < count; ++index) consider_move({stage, block_[index], block_[index + 1]}, shaking, best);
+    for (int reach = 2; reach <= std::min(kReach, count - 1); ++reach) {
+        consider_move({stage, block_[0], block_[reach]}, shaking, best);
+        consider_move({stage, block_[reach], block_[0]}, shaking, best);
+        if (reach == count - 1) break;
+        consider_move({stage, block_[count - 1 - reach], block_[count - 1]}, shaking, best);
+        consider_move({stage, block_[count - 1], block_[count - 1 - reach]}, shaking, best);
     }
+    if (problem_->combined_saving.empty()) return;
+    for (const int position : block_) consider_toggle(stage, position, shaking, best);
+}
+
+// Combining or separating, where neither half needs what the other makes.
+void LocalSearch::consider_toggle(int stage, int position, bool shaking, Move& best) {
+    const Order& order = current_[stage];
+    if (position + 1 == static_cast<int>(order.size())) return;
+    const Code code = order[position], behind = order[position + 1];
+    if (unit_size(code) == 2) return consider_move({stage, position, position}, shaking, best);
+    const bool turned = sends_gradient(kind_of(code)) && kind_of(behind) == kForward && unit_size(behind) == 1;
+    const bool able = kind_of(code) == kForward && sends_gradient(kind_of(behind));
+    if (!turned && !able) return;
+    // A backward needs all forwards of its micro-batch, and each chunk's come in ascending order.
+    const Code forward = turned ? behind : code, backward = turned ? code : behind;
+    if (problem_->micro_batch_in(forward) <= problem_->micro_batch_in(backward)) return;
+    consider_move({stage, position, position, turned}, shaking, best);
 }
 
 void LocalSearch::consider_move(const Move& move, bool shaking, Move& best) {
@@ -117,12 +151,13 @@ void LocalSearch::consider_move(const Move& move, bool shaking, Move& best) {
 
 bool LocalSearch::may_move(const Move& move) const {
     const Order& order = current_[move.stage];
-    const Code moved = order[move.from];
-    for (int position = move.from; position != move.to;) {
-        position += move.from < move.to ? 1 : -1;
-        const bool later = move.from < move.to;
-        const Code first = later ? moved : order[position], second = later ? order[position] : moved;
-        if (!may_swap(first, second, move.stage)) return false;
+    if (move.from == move.to) return !move.turned || may_swap(order[move.from], order[move.from + 1], move.stage);
+    const int size = unit_size(order[move.from]);
+    const bool later = move.from < move.to;
+    for (int moved = move.from; moved < move.from + size; ++moved) {
+        for (int passed = later ? move.from + size : move.to; passed <= (later ? high(move) : move.from - 1); ++passed) {
+            if (!may_swap(order[later ? moved : passed], order[later ? passed : moved], move.stage)) return false;
+        }
     }
     return true;
 }
@@ -147,11 +182,12 @@ bool LocalSearch::keeps_cap(const Move& move) const {
     const double cap = problem_->cap[move.stage] + kCapTolerance;
     if (cap == kNever) return true;
     const Order& order = current_[move.stage];
+    if (move.from == move.to || unit_size(order[move.from]) == 2) return keeps_cap_shifted(move, cap);
     const bool later = move.from < move.to;
     const double taken = timing_.node(order[move.from], move.stage).taken, more = later ? -taken : taken;
     if (more <= 0.0) return true;  // others hold less meanwhile
     if (taken > 0.0 && level_[move.to] + taken > cap) return false;
-    const int low = std::min(move.from + 1, move.to), high = std::max(move.from - 1, move.to);
+    const int low = std::min(move.from + 1, move.to), high = later ? this->high(move) : move.from - 1;
     for (int position = low; position <= high; ++position) {
         const double others = timing_.node(order[position], move.stage).taken;
         if (others > 0.0 && level_[position] + more + others > cap) return false;
@@ -159,9 +195,27 @@ bool LocalSearch::keeps_cap(const Move& move) const {
     return true;
 }
 
+bool LocalSearch::keeps_cap_shifted(const Move& move, double cap) const {
+    double held = level_[low(move)];
+    const auto begin = current_[move.stage].begin();
+    Order shifted(begin + low(move), begin + high(move) + 1);
+    apply(move, shifted.data());
+    for (const Code code : shifted) {
+        const double taken = timing_.node(code, move.stage).taken;
+        held += taken;
+        if (taken > 0.0 && held > cap) return false;
+    }
+    return true;
+}
+
 bool LocalSearch::is_tabu(const Move& move) const {
     const Order& order = current_[move.stage];
     const Code moved = order[move.from];
+    if (move.from == move.to) {
+        return std::any_of(tabu_.begin(), tabu_.end(), [&](const Tabu& tabu) {
+            return tabu.stage == move.stage && tabu.earlier == moved && tabu.later == order[move.from + 1];
+        });
+    }
     return std::any_of(tabu_.begin(), tabu_.end(), [&](const Tabu& tabu) {
         if (tabu.stage != move.stage || (tabu.earlier != moved && tabu.later != moved)) return false;
         const bool later = move.from < move.to;
@@ -177,23 +231,30 @@ bool LocalSearch::is_tabu(const Move& move) const {
 // `enough`, any.
 double LocalSearch::estimate(const Move& move, double enough) const {
     const Order& order = current_[move.stage];
-    const int low = std::min(move.from, move.to), high = std::max(move.from, move.to);
-    Code shifted[kReach + 1];
-    double start[kReach + 1];
+    const int stage = move.stage, low = this->low(move), high = this->high(move);
+    Code shifted[2 * (kReach + 1)];
+    double start[2 * (kReach + 1)];
+    int first[kReach + 2];  // places in `shifted` at which something starts
     const int count = high - low + 1;
     std::copy(order.begin() + low, order.begin() + high + 1, shifted);
-    std::rotate(shifted, move.from < move.to ? shifted + 1 : shifted + count - 1, shifted + count);
-    double now = low > 0 ? timing_.end()[move.stage][low - 1] : 0.0;
-    for (int index = 0; index < count; ++index) {
-        const Timing::Node& action = timing_.node(shifted[index], move.stage);
-        start[index] = std::max(now, timing_.arrival(action));
-        now = start[index] + action.seconds;
+    apply(move, shifted);
+    double now = low > 0 ? timing_.end()[stage][low - 1] : 0.0;
+    int units = 0;
+    for (int index = 0; index < count; index += unit_size(shifted[index])) {
+        const int last = index + unit_size(shifted[index]) - 1;
+        first[units++] = index;
+        start[index] = std::max({now, timing_.arrival(timing_.node(shifted[index], stage)),
+                                 timing_.arrival(timing_.node(shifted[last], stage))});
+        now = start[index] + timing_.unit_seconds(stage, shifted[index], shifted[last]);
     }
-    double rest = high + 1 < static_cast<int>(order.size()) ? timing_.left()[move.stage][high + 1] : 0.0;
+    double rest = high + 1 < static_cast<int>(order.size()) ? timing_.left()[stage][high + 1] : 0.0;
     double longest = 0.0;
-    for (int index = count - 1; index >= 0; --index) {
-        const Timing::Node& action = timing_.node(shifted[index], move.stage);
-        rest = action.seconds + std::max(rest, timing_.left_after(action));
+    while (units > 0) {
+        const int index = first[--units], last = index + unit_size(shifted[index]) - 1;
+        const double seconds = timing_.unit_seconds(stage, shifted[index], shifted[last]);
+        const double message = std::max(timing_.left_after(timing_.node(shifted[index], stage)),
+                                        timing_.left_after(timing_.node(shifted[last], stage)));
+        rest = std::max(rest + seconds, message + timing_.share_sent(shifted[index]) * seconds);
         longest = std::max(longest, start[index] + rest);
         if (longest >= enough) break;
     }

@@ -25,11 +25,13 @@ public:
     std::int64_t simulated_actions() const { return timing_.simulated_actions(); }
 
 private:
-    // Moves the action at `from` to `to` on one stage; those between shift by one.
+    // Moves what runs as one from `from` on before (or behind) what runs as one from `to` on; those between shift. With
+    // equal places, combines a forward and the backward right behind it, or before it (`turned`), or separates them.
     struct Move {
         int stage = -1;
         int from = -1;
         int to = -1;
+        bool turned = false;
         double estimate = kNever;
     };
     struct Tabu {
@@ -42,9 +44,14 @@ private:
     Move best_move(bool shaking);
     void consider_block(int stage, int first, int last, bool shaking, Move& best);
     void consider_move(const Move& move, bool shaking, Move& best);
+    void consider_toggle(int stage, int position, bool shaking, Move& best);
+    int low(const Move& move) const { return std::min(move.from, move.to); }
+    int high(const Move& move) const;
+    void apply(const Move& move, Code* low) const;
     bool may_move(const Move& move) const;
     bool may_swap(Code first, Code second, int stage) const;
     bool keeps_cap(const Move& move) const;
+    bool keeps_cap_shifted(const Move& move, double cap) const;
     bool is_tabu(const Move& move) const;
     double estimate(const Move& move, double enough) const;
     double random();
@@ -52,6 +59,7 @@ private:
     const Problem* problem_;
     Timing timing_;
     Orders current_, best_;
+    std::vector<int> block_;     // of the stage at hand: where what runs as one starts in the critical block
     std::vector<double> level_;  // of the stage at hand: activations held before each position
     double makespan_ = kNever, best_makespan_ = kNever;
     int stalled_ = 0;

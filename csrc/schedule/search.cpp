@@ -33,7 +33,8 @@ struct Taper {
 
 // 1F1B, or Megatron's interleaved 1F1B with groups of one micro-batch per stage, so that a plan is never worse than
 // stock. With `delay_weights`, stage s runs W s backwards later: ZB-H1, which holds no more than stock's first stage.
-Orders stock_orders(const Problem& problem, const Split& split, bool delay_weights) {
+// With `combined`, one more forward in the warm-up, and each later one runs as one with the backward behind it.
+Orders stock_orders(const Problem& problem, const Split& split, bool delay_weights, bool combined) {
     const int total = problem.chunks * problem.micro_batches, group = problem.stages;
     std::vector<Code> forwards(total), backwards(total), inputs(total), weights(total);
     for (int micro_batch = 0; micro_batch < problem.micro_batches; ++micro_batch) {
@@ -48,12 +49,12 @@ Orders stock_orders(const Problem& problem, const Split& split, bool delay_weigh
     Orders orders(problem.stages);
     for (int stage = 0; stage < problem.stages; ++stage) {
         const int later = problem.stages - 1 - stage;
-        const int warm_up = problem.chunks == 1 ? later : 2 * later + (problem.chunks - 1) * group;
+        const int warm_up = (problem.chunks == 1 ? later : 2 * later + (problem.chunks - 1) * group) + combined;
         const int delay = delay_weights ? std::min(stage, total) : 0;
         Order& order = orders[stage];
         order.assign(forwards.begin(), forwards.begin() + std::min(warm_up, total));
         for (int index = 0; index < total; ++index) {
-            if (warm_up + index < total) order.push_back(forwards[warm_up + index]);
+            if (warm_up + index < total) order.push_back(forwards[warm_up + index] | (combined ? kCombined : 0));
             order.push_back((split[stage] ? inputs : backwards)[index]);
             if (split[stage] && index >= delay) order.push_back(weights[index - delay]);
         }
@@ -89,7 +90,7 @@ class Search {
 public:
     Search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal)
         : problem_(problem), split_(split), known_(known), bound_(goal.bound),
-          enough_(goal.bound * (1.0 + std::max(goal.gap, kSame))), budget_(goal.budget), shares_queue_(problem.queue_matters()),
+          combines_(!problem.combined_saving.empty()), enough_(goal.bound * (1.0 + std::max(goal.gap, kSame))), budget_(goal.budget), shares_queue_(problem.queue_matters()),
           dispatcher_(problem), replay_(problem), group_(largest_group(problem, split)),
           actions_(actions_of(problem, split)),
           memory_steps_(static_cast<int>(
@@ -122,7 +123,9 @@ private:
     const Problem& problem_;
     const Split split_;
     const std::vector<Orders>& known_;
-    const double bound_, enough_;
+    const double bound_;
+    const bool combines_;
+    const double enough_;
     const std::int64_t budget_;
     const bool shares_queue_;
     Dispatcher dispatcher_;
@@ -158,6 +161,7 @@ Policy Search::policy_with(const std::vector<double>& cap) const {
     policy.group = group_;
     policy.released = problem_.released;
     policy.paced = shares_queue_;
+    policy.combine = policy.foresees = combines_;
     return policy;
 }
 
@@ -173,9 +177,15 @@ void Search::seed() {
     // Chosen on random cases: each of these wins where those before it do not.
     const std::vector<double>& full = problem_.cap;
     const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
-    for (bool delay_weights : {false, true}) {
-        const Orders stock = stock_orders(problem_, split_, delay_weights);
-        if (within_caps(stock)) consider(stock, makespan_of(stock));
+    for (bool combined : {false, true}) {
+        for (bool delay_weights : {false, true}) {
+            if (combined && !combines_) continue;
+            const Orders stock = stock_orders(problem_, split_, delay_weights, combined);
+            if (!within_caps(stock)) continue;
+            const double makespan = makespan_of(stock);
+            if (combined && makespan < kNever) remember(stock, makespan);
+            consider(stock, makespan);
+        }
     }
     for (const Orders& known : known_) {
         const Orders orders = with_backwards(known, split_);
@@ -222,6 +232,13 @@ void Search::seed_as_if_released(double share) {
 void Search::attempt(const Policy& policy) {
     if (!seeds_.empty() && (good_enough() || spent())) return;
     if (dispatcher_.run(policy) == kNever) return;
+    if (policy.combine) {  // and once more without, which hides slow links better
+        Policy apart = policy;
+        apart.combine = false;
+        attempt(apart);
+        if (good_enough() || spent()) return;
+        dispatcher_.run(policy);
+    }
     // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
     const double makespan = makespan_of(dispatcher_.orders());
     best_.simulated_actions += dispatch_actions();

@@ -43,7 +43,7 @@ Timing::Node node_of(const Problem& problem, Kind kind, int virtual_stage, int m
 }  // namespace
 
 Timing::Timing(const Problem& problem)
-    : codes_(static_cast<std::size_t>(problem.chunks) * problem.micro_batches * 4), start_(problem.stages),
+    : problem_(&problem), codes_(static_cast<std::size_t>(problem.chunks) * problem.micro_batches * 4), start_(problem.stages),
       end_(problem.stages), left_(problem.stages), arrival_(problem.slots() * kSlots, 0.0),
       left_of_(problem.slots() * kSlots), link_free_(problem.links.size()), sent_(problem.slots() * kSlots),
       sent_left_(problem.slots() * kSlots), links_out_(problem.stages), is_pending_(problem.stages) {
@@ -159,21 +159,29 @@ void Timing::advance(const Order& order, int stage) {
     int position = position_[stage];
     double now = position > 0 ? end_[stage][position - 1] : 0.0;
     for (; position < length; ++position) {
-        const Node& action = node(order[position], stage);
-        if (arrival_[action.slot] == kNever) break;
-        start_[stage][position] = std::max(now, arrival_[action.slot]);
-        now = start_[stage][position] + action.seconds;
-        end_[stage][position] = now;
-        if (action.successor < 0) continue;
-        double there = now;
-        if (action.link >= 0) {
-            double& free = link_free_[action.link];
-            free = std::max(now, free) + action.occupancy;
-            sent_[action.slot] = free;
-            there = free + action.latency;
+        const int size = unit_size(order[position]);
+        double ready = now;
+        for (int half = 0; half < size; ++half) ready = std::max(ready, arrival(node(order[position + half], stage)));
+        if (ready == kNever) break;
+        const double seconds = unit_seconds(stage, order[position], order[position + size - 1]);
+        now = ready + seconds;
+        const double made = size == 1 ? now : ready + problem_->combined_sends_at * seconds;
+        for (int half = 0; half < size; ++half) {
+            const Node& action = node(order[position + half], stage);
+            start_[stage][position + half] = ready;
+            end_[stage][position + half] = now;
+            if (action.successor < 0) continue;
+            double there = made;
+            if (action.link >= 0) {
+                double& free = link_free_[action.link];
+                free = std::max(made, free) + action.occupancy;
+                sent_[action.slot] = free;
+                there = free + action.latency;
+            }
+            arrival_[action.successor] = there;
+            if (action.target != stage) wake(action.target);
         }
-        arrival_[action.successor] = there;
-        if (action.target != stage) wake(action.target);
+        position += size - 1;
     }
     position_[stage] = position;
 }
@@ -182,23 +190,35 @@ void Timing::advance(const Order& order, int stage) {
 void Timing::advance_backwards(const Order& order, int stage) {
     int position = position_[stage];
     double after = position < static_cast<int>(order.size()) ? left_[stage][position] : 0.0;
-    for (; position > 0; --position) {
-        const Node& action = node(order[position - 1], stage);
-        if (action.successor >= 0) {
+    while (position > 0) {
+        const int first = position - (position > 1 && unit_size(order[position - 2]) == 2 ? 2 : 1);
+        const auto unknown = [&](Code code) {
+            const Node& action = node(code, stage);
+            return action.successor >= 0 && left_of_[action.successor] == kUnknown;
+        };
+        if (unknown(order[first]) || unknown(order[position - 1])) break;
+        double message = 0.0;  // remaining when the messages leave
+        for (int place = position - 1; place >= first; --place) {
+            const Node& action = node(order[place], stage);
+            if (action.successor < 0) continue;
             double needed = left_of_[action.successor];
-            if (needed == kUnknown) break;
             if (action.link >= 0) {
                 double& free = link_free_[action.link];
                 free = std::max(free, needed + action.latency) + action.occupancy;
                 sent_left_[action.slot] = free;
                 needed = free;
             }
-            after = std::max(after, needed);
+            message = std::max(message, needed);
         }
-        after += action.seconds;
-        left_[stage][position - 1] = after;
-        left_of_[action.slot] = after;
-        if (action.source >= 0 && action.source != stage) wake(action.source);
+        const double seconds = unit_seconds(stage, order[first], order[position - 1]);
+        after = std::max(after + seconds, message + share_sent(order[first]) * seconds);
+        for (int place = first; place < position; ++place) {
+            const Node& action = node(order[place], stage);
+            left_[stage][place] = after;
+            left_of_[action.slot] = after;
+            if (action.source >= 0 && action.source != stage) wake(action.source);
+        }
+        position = first;
     }
     position_[stage] = position;
 }

@@ -37,6 +37,12 @@ public:
     const Times& start() const { return start_; }
     const Times& end() const { return end_; }
     const Times& left() const { return left_; }  // from the start of an action to the end of the iteration
+    // Seconds of what runs as one from this code on; `behind`: the code after it.
+    double unit_seconds(int stage, Code code, Code behind) const {
+        return unit_size(code) == 2 ? problem_->combined_seconds(stage, code, behind) : node(code, stage).seconds;
+    }
+    // Part of those after which messages leave.
+    double share_sent(Code code) const { return unit_size(code) == 2 ? problem_->combined_sends_at : 1.0; }
     // When its message is there; 0 where none is sent for it.
     double arrival(const Node& node) const { return arrival_[node.slot]; }
     // What remains after the action on the way through its message.
@@ -52,6 +58,7 @@ private:
     bool recall(const Node& sender, const std::vector<double>& found);
     void wake(int stage);
 
+    const Problem* problem_;
     std::vector<Node> nodes_;  // [stage][code]
     std::size_t codes_ = 0;
     Times start_, end_, left_;

@@ -160,16 +160,16 @@ class OnlineReference:
             assert choice is not None
             self.start(*choice)
 
-    def start(self, start_s: float, action: Action) -> None:
-        stage = action.stage
-        self.starts[stage].append(start_s)
-        self.done[stage].append(action)
-        self.free_s[stage] = start_s + duration(self.costs, action)
-        for result in produced(action, self.costs.placement):
-            self.arrival_s[result] = self.links.arrival(stage, result, self.free_s[stage])
+    def start(self, start_s: float, unit: Order) -> None:
+        stage = unit[0].stage
+        self.starts[stage] += [start_s] * len(unit)
+        self.done[stage] += unit
+        self.free_s[stage] = start_s + unit_s(self.costs, unit)
+        for result in (result for action in unit for result in produced(action, self.costs.placement)):
+            self.arrival_s[result] = self.links.arrival(stage, result, sent_s(self.costs, unit, start_s))
 
-    def choice(self, stage: int) -> tuple[float, Action] | None:
-        """The earliest start, and the first of B > F > W that could start then."""
+    def choice(self, stage: int) -> tuple[float, Order] | None:
+        """The earliest start, and the first of B > F > W that could start then, or F and B together."""
         able = []
         for rank, action in self.candidates(stage):
             arrival_s = self.arrival_s.get(needed(action, self.costs.placement))
@@ -178,7 +178,16 @@ class OnlineReference:
         if not able:
             return None
         start_s, _, action = min(able)
-        return start_s, action
+        forward = min((entry for entry in able if entry[2].kind is Kind.FORWARD), default=None)
+        if self.costs.combined_saving and action.kind.sends_gradient and forward and forward[0] == start_s:
+            unit = (forward[2]._replace(combined=True), action)
+            apart_s = start_s + duration(self.costs, action) + duration(self.costs, forward[2])
+            done = [*self.done[stage], forward[2]]
+            of_kind = {kind: [each for each in done if each.kind is kind] for kind in Kind}
+            fits = action.kind is Kind.BACKWARD or self.input_fits(stage, of_kind)
+            if fits and start_s + unit_s(self.costs, unit) < apart_s:
+                return start_s, unit
+        return start_s, (action,)
 
     def candidates(self, stage: int) -> list[tuple[tuple[int, int], Action]]:
         costs, done = self.costs, self.done[stage]

@@ -2,15 +2,19 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import pytest
 from cp_sat_oracle import optimum
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from reference_simulator import random_costs
+from support.schedules import with_pairs_that_run
 
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import gpipe, interleaved, one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
 
 
@@ -18,6 +22,23 @@ from adaptra_megatron.schedule.simulator import simulate, simulate_online
 @given(costs=random_costs(varied=True, max_stages=8, max_micro_batches=16, added=True, whole=True, placed=True))
 def test_no_dispatched_schedule_beats_the_bound(costs: Costs) -> None:
     assert lower_bound(costs).seconds <= simulate_online(costs).makespan_s
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    costs=st.booleans().flatmap(
+        lambda varied: random_costs(varied=varied, max_micro_batches=16, added=True, whole=True, combined=True)
+    ),
+    choice=st.randoms(use_true_random=False),
+)
+def test_no_schedule_of_combined_actions_beats_the_bound(costs: Costs, choice: Random) -> None:
+    """Dispatched, planned, or combined wherever the orders of another dispatch allow it."""
+    bound_s = lower_bound(costs).seconds
+    assert bound_s <= simulate_online(costs).makespan_s
+    assert bound_s <= plan(costs, deadline_s=0.001).makespan_s
+    uncapped = _without_caps(costs)
+    schedule = with_pairs_that_run(simulate_online(uncapped).schedule.separated(), choice)
+    assert lower_bound(uncapped).seconds <= simulate(schedule, uncapped).makespan_s
 
 
 @settings(max_examples=100, deadline=None)

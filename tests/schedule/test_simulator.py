@@ -141,7 +141,11 @@ def test_replay_deadlocks_when_the_reference_does(seed: int, costs: Costs) -> No
 
 
 @settings(max_examples=80, deadline=None)
-@given(costs=random_costs(varied=True, added=True, whole=True, placed=True))
+@given(
+    costs=st.booleans().flatmap(
+        lambda combined: random_costs(varied=True, added=True, whole=True, placed=True, combined=combined)
+    )
+)
 def test_online_dispatch_agrees_with_the_reference(costs: Costs) -> None:
     online = simulate_online(costs)
     group = _group(costs)
@@ -165,7 +169,14 @@ def _group(costs: Costs) -> int:
 @settings(max_examples=80, deadline=None)
 @given(
     costs=random_costs(
-        varied=True, max_stages=8, max_micro_batches=12, max_chunks=4, added=True, whole=True, placed=True
+        varied=True,
+        max_stages=8,
+        max_micro_batches=12,
+        max_chunks=4,
+        added=True,
+        whole=True,
+        placed=True,
+        combined=True,
     )
 )
 def test_online_dispatch_never_deadlocks_and_keeps_caps(costs: Costs) -> None:
