@@ -25,7 +25,7 @@ from support.device_model.other_rules import JustInTime, LookAhead
 from support.device_model.threads import OneAtATimeTransport, SessionTransport, Threads, makers
 
 from adaptra_megatron.engine.execution.inbox import Inbox
-from adaptra_megatron.schedule.classic import one_f_one_b, split_backward, stock_order
+from adaptra_megatron.schedule.classic import interleaved_combined, one_f_one_b, split_backward, stock_order
 from adaptra_megatron.schedule.costs import Costs, uniform_costs_for
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.schedule.schedule_checks import check_schedule
@@ -67,6 +67,16 @@ SMALLEST = one_f_one_b(2, 1)
 TWICE = one_f_one_b(2, 2)
 ALL_AHEAD = whole("F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 B1 F2 F3 B2 B3")
 """The smallest order of two stages that sends posted just in time cannot run on one queue."""
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("device", [ONE_QUEUE, MANY_QUEUES, NOT_CONNECTED, SERIAL])
+def test_combined_actions_receive_before_both_and_send_behind_both(stages: int, device: Device) -> None:
+    for chunks in (2, 3):
+        schedule = interleaved_combined(stages, 2 * stages, chunks)
+        for waits in ("none", "at every call"):
+            outcome = play_stages(waiting(recorded(schedule), waits), device)
+            assert outcome.deadlock is None
 
 
 class TestOtherRules:
