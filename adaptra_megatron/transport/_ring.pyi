@@ -67,6 +67,14 @@ class Ring:
         """In a forked child: leave memory and `fd` to the parent. What stays is a closed, empty ring of its own."""
     def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
         """Copy a message in. Raises RingClosedError, TimeoutError, or FrameError before anything is written."""
+    def write_some(
+        self, description: Description, address: int, nbytes: int, offset: int, most_nbytes: int, patience_s: float
+    ) -> int:
+        """Copy a part of a message in, from `offset` on, of about `most_nbytes`; return where to go on, `nbytes + 1`
+        once all is in.
+
+        Each slot is waited for `patience_s`. Raises RingClosedError.
+        """
     def write_ack(self, sequence: int, deadline_s: float) -> None: ...
     def write_bye(self, deadline_s: float) -> None: ...
     @property
@@ -175,6 +183,30 @@ class Inbox:
         """
     @property
     def doubles(self) -> int: ...
+
+class Delivery:
+    """Result of a wait for several rings."""
+
+    @property
+    def index(self) -> int:
+        """Index of the ring that brought it."""
+    def event(self) -> Event | None:
+        """The event, once; None if frames that came again were dropped. Raises as Inbox.next."""
+
+class RingWatch:
+    """Wait of one thread for several rings."""
+
+    def __init__(self, *, futex_waitv: bool = True) -> None:
+        """`futex_waitv`: use it if the kernel has it (5.16); otherwise a native thread sleeps for each ring."""
+    def wake(self) -> None:
+        """Let the waiting thread return, now or from its next wait. For any thread."""
+    def next(self, inboxes: Sequence[tuple[Inbox, Ring]], deadline_s: float) -> Delivery | None:
+        """Return what one of the rings delivers; None after `wake`, and at the deadline.
+
+        Inboxes in which another thread waits in a hurry are left to that thread.
+        """
+    def await_room(self, rings: Sequence[Ring], deadline_s: float) -> int | None:
+        """Return the index of a ring with room, or that is closed or spoilt; None as above."""
 
 class PumpCounters:
     def __init__(self) -> None: ...

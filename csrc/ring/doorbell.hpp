@@ -29,6 +29,21 @@ inline timespec to_timespec(double seconds) {
     return {static_cast<time_t>(whole), static_cast<long>((seconds - whole) * 1e9)};
 }
 
+// A word to sleep on while it has the value that was seen.
+struct FutexWord {
+    std::atomic<std::uint32_t>* word = nullptr;
+    std::uint32_t seen = 0;
+};
+
+inline void wake_word(std::atomic<std::uint32_t>& word, std::uint32_t bits) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, bits);
+}
+
+// FUTEX_WAIT_BITSET takes an absolute time; without FUTEX_PRIVATE_FLAG it works across processes.
+inline int wait_word(FutexWord on, const timespec& deadline, std::uint32_t bits) {
+    return syscall(SYS_futex, on.word, FUTEX_WAIT_BITSET, on.seen, &deadline, nullptr, bits) == 0 ? 0 : errno;
+}
+
 enum class Outcome { kDone, kTimedOut, kClosed };
 
 // Which of several waiting threads a ring wakes: patient ones only if no urgent one is there.
@@ -39,6 +54,7 @@ struct Waiters {
     std::mutex mutex;
     std::uint32_t waiting = 0;
     std::uint32_t urgent = 0;
+    std::uint32_t together = 0;
     bool spoilt = false;  // another had written there
 };
 
@@ -50,16 +66,27 @@ public:
     // Call after having changed what a waiter's condition reads.
     void ring() {
         count_.fetch_add(1);
+        const bool urgent = urgent_.load() != 0;
         // One process waits at each side of a ring, but several of its threads may (lanes, closing): wake them all.
-        if (waiting_.load() == 0) return;
-        wake(urgent_.load() != 0 ? static_cast<std::uint32_t>(Wait::kUrgent) : FUTEX_BITSET_MATCH_ANY);
+        if (waiting_.load() != 0) wake(urgent ? static_cast<std::uint32_t>(Wait::kUrgent) : FUTEX_BITSET_MATCH_ANY);
+        if (!urgent) ring_together();
     }
 
     // For what concerns every waiter, such as the end.
     void ring_all() {
         count_.fetch_add(1);
         if (waiting_.load() != 0) wake(FUTEX_BITSET_MATCH_ANY);
+        ring_together();
     }
+
+    // For a thread that waits for several rings (RingWatch): a patient waiter with a word of its own, since the kernel has
+    // no bits for who waits for several words. Between the two, the word changes whenever a patient waiter is woken.
+    FutexWord begin_together(Waiters& own) {
+        const FutexWord word{&together_count_, together_count_.load()};
+        change(own, together_, own.together, +1);
+        return word;
+    }
+    void end_together(Waiters& own) { change(own, together_, own.together, -1); }
 
     // Between the two, only urgent waiters are rung for. The waiter that leaves wakes others for what is left.
     void begin_urgent(Waiters& own) { change(own, urgent_, own.urgent, +1); }
@@ -68,7 +95,8 @@ public:
     // Returns whether no other process has written into the words of the process that waits here.
     bool intact(Waiters& own) const {
         const std::lock_guard<std::mutex> lock(own.mutex);
-        return !own.spoilt && waiting_.load() == own.waiting && urgent_.load() == own.urgent;
+        return !own.spoilt && waiting_.load() == own.waiting && urgent_.load() == own.urgent &&
+               together_.load() == own.together;
     }
 
     // Wait until `done()`, or `closed()`, or the time `deadline_s` of the monotonic clock. `done` goes first: what was
@@ -94,11 +122,14 @@ public:
     }
 
 private:
-    // FUTEX_WAIT_BITSET takes an absolute time; without FUTEX_PRIVATE_FLAG it works across processes.
+    void ring_together() {
+        if (together_.load() == 0) return;
+        together_count_.fetch_add(1);
+        wake_word(together_count_, FUTEX_BITSET_MATCH_ANY);
+    }
+
     int wait_once(std::uint32_t seen, const timespec& deadline, Wait manner) {
-        const long result = syscall(SYS_futex, &count_, FUTEX_WAIT_BITSET, seen, &deadline, nullptr,
-                                    static_cast<std::uint32_t>(manner));
-        return result == 0 ? 0 : errno;
+        return wait_word({&count_, seen}, deadline, static_cast<std::uint32_t>(manner));
     }
 
     static void change(Waiters& own, std::atomic<std::uint32_t>& shared, std::uint32_t& mine, int by) {
@@ -107,13 +138,13 @@ private:
         shared.store(mine += static_cast<std::uint32_t>(by));
     }
 
-    void wake(std::uint32_t manners) {
-        syscall(SYS_futex, &count_, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, manners);
-    }
+    void wake(std::uint32_t manners) { wake_word(count_, manners); }
 
     std::atomic<std::uint32_t> count_{0};
     std::atomic<std::uint32_t> waiting_{0};
     std::atomic<std::uint32_t> urgent_{0};  // that wait, or are busy with what they have waited for
+    std::atomic<std::uint32_t> together_count_{0};
+    std::atomic<std::uint32_t> together_{0};
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a lock would be private to a process");
 

@@ -19,20 +19,45 @@ constexpr std::uint64_t kPartsOfRing = 4;
 
 }  // namespace
 
+namespace {
+
+Outcome write_frame(Ring& ring, FrameHeader& header, const std::byte* source, double deadline_s) {
+    Slot slot;
+    const Outcome outcome = ring.claim(slot, deadline_s);
+    if (outcome != Outcome::kDone) return outcome;
+    header.nbytes = std::min(ring.slot_nbytes(), header.total_nbytes - header.offset);
+    *slot.header = header;
+    if (header.nbytes != 0) std::memcpy(slot.payload, source + header.offset, header.nbytes);
+    ring.commit(slot);
+    header.offset += header.nbytes;
+    return outcome;
+}
+
+}  // namespace
+
 Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s) {
     header.kind = FrameKind::kData;
     header.offset = 0;
     do {
-        Slot slot;
-        const Outcome outcome = ring.claim(slot, deadline_s);
+        const Outcome outcome = write_frame(ring, header, source, deadline_s);
         if (outcome != Outcome::kDone) return outcome;
-        header.nbytes = std::min(ring.slot_nbytes(), header.total_nbytes - header.offset);
-        *slot.header = header;
-        if (header.nbytes != 0) std::memcpy(slot.payload, source + header.offset, header.nbytes);
-        ring.commit(slot);
-        header.offset += header.nbytes;
     } while (header.offset < header.total_nbytes);
     return Outcome::kDone;
+}
+
+Outcome write_part(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t& offset, std::uint64_t most,
+                   double patience_s) {
+    header.kind = FrameKind::kData;
+    header.offset = offset;
+    Outcome outcome = Outcome::kDone;
+    do {
+        outcome = write_frame(ring, header, source, 0.0);
+        if (outcome == Outcome::kTimedOut && patience_s > 0.0) {
+            outcome = write_frame(ring, header, source, monotonic_s() + patience_s);
+        }
+    } while (outcome == Outcome::kDone && header.offset < header.total_nbytes && header.offset - offset < most);
+    offset = header.offset;
+    return outcome;
 }
 
 Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s) {
@@ -107,6 +132,22 @@ std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double de
         if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;
     }
 }
+
+bool Inbox::is_in_hurry() {
+    const std::lock_guard<std::mutex> lock(passing_);
+    return in_hurry_ != 0;
+}
+
+bool Inbox::deliver(Ring& ring, std::optional<Event>& event, bool& closed) {
+    if (is_in_hurry()) return false;
+    const bool closes = ring.closed();  // before the last look: what was published before it is still delivered
+    bool dropped = false;
+    event = take(ring, dropped);
+    closed = closes && !event && !dropped;
+    return event || dropped || closed;
+}
+
+bool Inbox::would_deliver(const Ring& ring) { return !is_in_hurry() && (ring.filled() || ring.closed()); }
 
 std::optional<Event> Inbox::take(Ring& ring, bool& dropped) {
     const std::lock_guard<std::mutex> lock(taking_);

@@ -24,6 +24,11 @@ namespace adaptra {
 // describes it; offsets and sizes of the frames are set here: sent again, it is cut into the same frames.
 Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s);
 
+// The same for a part of it, from `offset` on, of about `most` bytes: for a thread that also has other rings to fill. Each
+// slot is waited for `patience_s`. `offset` is where to go on; kDone whether or not that is the end.
+Outcome write_part(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t& offset, std::uint64_t most,
+                   double patience_s);
+
 // A frame without payload.
 Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s);
 
@@ -60,6 +65,12 @@ public:
     // Several threads may wait here, each event goes to one of them: to one that is in a `hurry`, if there is one.
     std::optional<Event> next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, bool hurry, Outcome& outcome);
 
+    // For a thread that waits for several rings: take frames without waiting. Returns whether there is something to deliver:
+    // an event, the end of the ring, or (no event) frames that were dropped. Nothing while a thread waits in a hurry.
+    bool deliver(Ring& ring, std::optional<Event>& event, bool& closed);
+    // Whether `deliver` would look into the ring, or find its end.
+    bool would_deliver(const Ring& ring);
+
     std::uint64_t doubles() const { return doubles_.load(); }
 
 private:
@@ -75,6 +86,7 @@ private:
     // While a thread in a hurry reads, others sleep: each slot would wake all of them.
     class Hurry;
     void let_others_pass(double deadline_s);
+    bool is_in_hurry();
     // Without waiting.
     std::optional<Event> take(Ring& ring, bool& dropped);
     std::optional<Event> accept(Ring& ring, const Slot& slot, const FrameHeader& header, bool& dropped);

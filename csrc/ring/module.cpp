@@ -7,6 +7,7 @@
 
 #include "messages.hpp"
 #include "ring.hpp"
+#include "ring_watch.hpp"
 #include "slot_access.hpp"
 #include "tcp_pump.hpp"
 
@@ -54,6 +55,22 @@ void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t
         outcome = write_message(ring, header, reinterpret_cast<const std::byte*>(address), deadline_s);
     }
     raise_unless_done(outcome);
+}
+
+// Returns where to go on: behind the end once all of it is in the ring, even if it is empty.
+std::uint64_t write_some(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t nbytes,
+                         std::uint64_t offset, std::uint64_t most, double patience_s) {
+    header.total_nbytes = nbytes;
+    Outcome outcome;
+    {
+        py::gil_scoped_release release;
+        FrameHeader first = header;
+        first.nbytes = std::min(nbytes, ring.slot_nbytes());
+        check_frame(first, ring.slot_nbytes(), UINT64_MAX);
+        outcome = write_part(ring, header, reinterpret_cast<const std::byte*>(address), offset, most, patience_s);
+    }
+    if (outcome == Outcome::kClosed) raise_unless_done(outcome);
+    return outcome == Outcome::kDone && offset == nbytes ? nbytes + 1 : offset;
 }
 
 void write_one(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s) {
@@ -116,6 +133,8 @@ void define_ring(py::module_& module) {
         .def("close", &Ring::close)
         .def("disown", &Ring::disown)
         .def("write", &write, py::arg("description"), py::arg("address"), py::arg("nbytes"), py::arg("deadline_s"))
+        .def("write_some", &write_some, py::arg("description"), py::arg("address"), py::arg("nbytes"),
+             py::arg("offset"), py::arg("most_nbytes"), py::arg("patience_s"))
         .def(
             "write_ack",
             [](Ring& ring, std::uint64_t sequence, double deadline_s) {
@@ -165,6 +184,31 @@ void define_inbox(py::module_& module) {
         .def_property_readonly("doubles", &Inbox::doubles);
 }
 
+// Raises what the reader of the ring is to meet: its end, or why it cannot be read.
+std::optional<Event> delivered(Delivery& delivery) {
+    if (delivery.error) std::rethrow_exception(delivery.error);
+    if (delivery.closed) raise_unless_done(Outcome::kClosed);
+    return std::move(delivery.event);
+}
+
+std::optional<Delivery> next_of(RingWatch& watch, const std::vector<std::pair<Inbox*, std::shared_ptr<Ring>>>& inboxes,
+                                double deadline_s) {
+    const py::gil_scoped_release release;
+    return watch.next(inboxes, deadline_s);
+}
+
+void define_watch(py::module_& module) {
+    py::class_<Delivery>(module, "Delivery")
+        .def_readonly("index", &Delivery::index)
+        .def("event", &delivered);
+    py::class_<RingWatch>(module, "RingWatch")
+        .def(py::init<bool>(), py::kw_only(), py::arg("futex_waitv") = true)
+        .def("wake", &RingWatch::wake)
+        .def("next", &next_of, py::arg("inboxes"), py::arg("deadline_s"))
+        .def("await_room", &RingWatch::await_room, py::arg("rings"), py::arg("deadline_s"),
+             py::call_guard<py::gil_scoped_release>());
+}
+
 void define_pumps(py::module_& module) {
     py::class_<PumpCounters>(module, "PumpCounters")
         .def(py::init<>())
@@ -185,6 +229,7 @@ PYBIND11_MODULE(_ring, module) {
     define_errors(module);
     define_ring(module);
     define_inbox(module);
+    define_watch(module);
     define_pumps(module);
     module.def("die_with_parent", &die_with_parent, py::arg("parent"));
     module.attr("PEER_ENDED") = kPeerEnded;

@@ -17,7 +17,7 @@ namespace adaptra {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x474E495241445041;  // "APDARING"
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 constexpr std::size_t kPage = 4096;
 constexpr std::uint32_t kMaxSlots = 4096;
 constexpr std::uint64_t kMaxSlotNbytes = std::uint64_t{64} << 20;
@@ -179,7 +179,7 @@ Outcome Ring::claim(Slot& first, double deadline_s, std::uint64_t most, std::uin
         [&] { return closed(); }, [&] { check_producer(); }, deadline_s);
     if (outcome != Outcome::kDone) return outcome;
     first = slot(claimed_);
-    count = std::min({most, unused, slots_ - (claimed_ & (slots_ - 1))});
+    count = std::min<std::uint64_t>({most, unused, slots_ - (claimed_ & (slots_ - 1))});
     claimed_ += count;
     return outcome;
 }
@@ -227,8 +227,24 @@ void Ring::begin_urgent() { shared_->filled.begin_urgent(for_filled_); }
 void Ring::end_urgent() {
     shared_->filled.end_urgent(for_filled_);
     // Patient threads slept through this. No check of the counts: the thread that takes the next slot makes it.
-    if (shared_->published.load() != taken_.load()) shared_->filled.ring_all();
+    if (shared_->published.load() != taken_.load() || closed()) shared_->filled.ring_all();
 }
+
+Doorbell& Ring::bell_filled() { return shared_->filled; }
+
+Doorbell& Ring::bell_emptied() { return shared_->emptied; }
+
+FutexWord Ring::begin_filled_together() {
+    check_consumer();
+    return shared_->filled.begin_together(for_filled_);
+}
+
+FutexWord Ring::begin_emptied_together() {
+    check_producer();
+    return shared_->emptied.begin_together(for_emptied_);
+}
+
+bool Ring::has_room() const { return claimed_.load() - shared_->released.load() != slots_; }
 
 void Ring::poke() {
     ++pokes_;

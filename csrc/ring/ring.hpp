@@ -69,6 +69,15 @@ public:
     // Between the two, filled slots wake only threads that wait urgently.
     void begin_urgent();
     void end_urgent();
+    // For a thread that waits for several rings: see Doorbell. The `filled` pair is the consumer's, the other the
+    // producer's. Beginning throws RingError if the memory is spoilt.
+    FutexWord begin_filled_together();
+    void end_filled_together() { bell_filled().end_together(for_filled_); }
+    FutexWord begin_emptied_together();
+    void end_emptied_together() { bell_emptied().end_together(for_emptied_); }
+    // Consumer: whether there is a slot to take. Producer: whether there is one to fill.
+    bool filled() const;
+    bool has_room() const;
     // Wakes this process's threads in `await_filled`.
     void poke();
     std::uint64_t pokes() const { return pokes_.load(); }
@@ -98,7 +107,8 @@ private:
     };
 
     Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);
-    bool filled() const;
+    Doorbell& bell_filled();
+    Doorbell& bell_emptied();
     // Throw RingError if the first page is not as this process, on its side, left it. The first with `published_.mutex`.
     void check_published() const;
     void check_consumer();
@@ -114,7 +124,7 @@ private:
     const std::uint64_t slot_nbytes_;
 
     std::mutex claiming_;
-    std::uint64_t claimed_ = 0;
+    std::atomic<std::uint64_t> claimed_{0};
     Finished published_;
     std::mutex taking_;
     std::atomic<std::uint64_t> taken_{0};

@@ -9,17 +9,18 @@ pinged a few times per second, and replaced if it does not answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import itertools
 import os
-import selectors
 import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,6 +47,7 @@ from adaptra_megatron.transport.delegate.delegate_control import (
     Up,
 )
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp
+from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop, in_thread
 from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 INTERVAL_S = 0.25
@@ -125,7 +127,8 @@ DELEGATE_REPLY_TIMEOUT_S = 0.25
 
 
 class LinkEnd(Protocol):
-    """Interface of one end of a link for the supervisor. Its methods are called by the supervisor's thread."""
+    """Interface of one end of a link for the supervisor. The supervisor calls its methods in its loop, `connected`
+    in a thread."""
 
     @property
     def finished(self) -> bool:
@@ -167,7 +170,7 @@ class _Question:
 
 
 class Supervisor:
-    """Thread that owns the delegate: starts and replaces it, and brings links up again with back-off."""
+    """Owner of the delegate: starts and replaces it, and brings links up again with back-off."""
 
     def __init__(
         self,
@@ -176,19 +179,20 @@ class Supervisor:
         links: Sequence[SupervisedLink],
         *,
         patience_s: float = PATIENCE_S,
+        loop: ConnectionLoop | None = None,
     ) -> None:
         """Start the delegate and begin to bring up all links.
 
         `listeners`: owned by the supervisor from now on, like those passed to `listen`. `patience_s`: silence after
         which a delegate is killed and replaced, counted only while this process itself was running. For slow machines,
-        it doubles each time until a link comes up.
+        it doubles each time until a link comes up. `loop`: of all connections of the rank; None: a new one.
         """
         self.starts = 0
         """Number of delegates started so far."""
         self._start, self._listeners = start, list(listeners)
         self._links = {link.request.peer: link for link in links}
         self._calls: deque[Callable[[], None]] = deque()
-        """Calls for the thread to make."""
+        """Calls to make in the loop."""
         self._sessions = itertools.count(1)
         """Session numbers, unique over all links: a message about a closed link is never taken for one of the next."""
         self._delegate: DelegateProcess | None = None
@@ -202,12 +206,13 @@ class Supervisor:
         """(link, session, time, cause) of sessions whose rings an end found unusable."""
         self._closing = False
         self._replaced = RateLimitedLog(logger)
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
+        self._stirred = asyncio.Event()
+        """Set by messages of the delegate and by `_wake_up`."""
+        self._readable = False
         leave = weakref.WeakMethod(self._leave_to_the_parent)
         os.register_at_fork(after_in_child=lambda: _call_if_there(leave))
-        self._thread = threading.Thread(target=self._run, name="adaptra-host-supervisor", daemon=True)
-        self._thread.start()
+        self._loop = ConnectionLoop() if loop is None else loop
+        self._served = self._loop.begin(self._run())
 
     @property
     def process_id(self) -> int | None:
@@ -246,10 +251,11 @@ class Supervisor:
         return question.answer
 
     def close(self) -> None:
-        """End thread and delegate; the delegate has DRAIN_S to empty the rings. May be called twice."""
+        """End the delegate, which has DRAIN_S to empty the rings. May be called twice."""
         self._closing = True
         self._wake_up()
-        self._thread.join(2 * DRAIN_S + 5.0)
+        wait([self._served], 2 * DRAIN_S + 5.0)
+        self._loop.close()
         for listener in self._listeners:
             listener.close()
 
@@ -260,7 +266,7 @@ class Supervisor:
         """
         delegate = self._delegate
         channels = [delegate.channel] if delegate is not None else []
-        for each in (*self._listeners, *channels, self._wake, self._woken):
+        for each in (*self._listeners, *channels):
             each.close()
         for link in self._links.values():
             for ring in (link.outbound, link.inbound):
@@ -268,20 +274,20 @@ class Supervisor:
                     ring.disown()
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
-            self._wake.send(b"\0")
+        self._loop.call(self._stirred.set)
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         try:
             while not self._closing:
-                self._step()
+                await self._step()
         except Exception:
             logger.exception("internal error in the supervisor of the delegate; the host path is down from now on")
         finally:
-            self._end()
+            await self._end()
 
-    def _step(self) -> None:
-        # Links belong to this thread: other threads only append calls.
+    async def _step(self) -> None:
+        self._stirred.clear()
+        # Links belong to the loop: other threads only append calls.
         while self._calls:
             self._calls.popleft()()
         now_s = time.monotonic()
@@ -295,8 +301,8 @@ class Supervisor:
                     if not link.end.finished:
                         self._open(link)
             self._ask()
-            self._feel_the_pulse(now_s)
-        self._listen(self._next_s())
+            await self._feel_the_pulse(now_s)
+        await self._listen(self._next_s())
 
     def _listen_too(self, listener: socket.socket) -> None:
         self._listeners.append(listener)
@@ -356,23 +362,39 @@ class Supervisor:
         ends = (link.end_at[0] for link in self._links.values() if link.end_at is not None)
         return min([self._delegate.heartbeat.next_s, *retries, *ends])
 
-    def _listen(self, until_s: float) -> None:
+    async def _listen(self, until_s: float) -> None:
         """Wait for a message of the delegate or a wake-up, until `until_s`, and handle it."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            if self._delegate is not None:
-                selector.register(self._delegate.channel, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _events in selector.select(max(0.0, until_s - time.monotonic()))}
-        if self._woken in ready:
-            self._woken.recv(4096)
-        if self._delegate is not None and self._delegate.channel in ready:
+        channel = None if self._delegate is None else self._delegate.channel
+        if channel is not None:
+            self._loop.loop.add_reader(channel, self._note_readable)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stirred.wait(), max(0.0, until_s - time.monotonic()))
+        if channel is None:
+            return
+        self._loop.loop.remove_reader(channel)
+        if self._readable:
+            self._readable = False
             try:
-                self._handle(*control.receive(self._delegate.channel))
+                received = control.receive(channel)
             except ControlEndedError:
-                how = self._delegate.end(1.0)
-                self._replace(f"ended by {how}")
+                await self._lose(1.0, "ended by {}")
+            else:
+                await self._handle(*received)
 
-    def _handle(self, message: Message, descriptors: list[int]) -> None:
+    def _note_readable(self) -> None:
+        self._readable = True
+        self._stirred.set()
+
+    async def _lose(self, patience_s: float, what: str) -> None:
+        """Wait for the end of the delegate, or kill it after `patience_s`, and start another. `what`: with a place for
+        how it ended.
+        """
+        delegate = self._delegate
+        assert delegate is not None
+        how = await in_thread(functools.partial(delegate.end, patience_s))
+        self._replace(what.format(how))
+
+    async def _handle(self, message: Message, descriptors: list[int]) -> None:
         try:
             if isinstance(message, Pong):
                 assert self._delegate is not None
@@ -401,7 +423,8 @@ class Supervisor:
             self._patience_s = self._first_patience_s
             assert link.outbound is not None
             assert link.inbound is not None
-            link.end.connected(link.outbound, link.inbound, self._give_up_for(link))
+            rings = link.outbound, link.inbound
+            await in_thread(functools.partial(link.end.connected, *rings, self._give_up_for(link)))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -434,7 +457,7 @@ class Supervisor:
         link.end.disconnected(cause)
         link.retry_s = time.monotonic() + link.backoff.next_s()
 
-    def _feel_the_pulse(self, now_s: float) -> None:
+    async def _feel_the_pulse(self, now_s: float) -> None:
         """Send a ping if one is due, or kill a delegate that has been silent for too long."""
         assert self._delegate is not None
         heartbeat = self._delegate.heartbeat
@@ -445,8 +468,7 @@ class Supervisor:
             # A slow machine, perhaps: otherwise each new delegate would be killed as well.
             self._patience_s *= 2
             process = self._delegate.process.pid
-            self._delegate.end(0.0)
-            self._replace(f"(process {process}) did not answer for {heartbeat.silent_s:.1f} s and was killed")
+            await self._lose(0.0, f"(process {process}) did not answer for {heartbeat.silent_s:.1f} s and was killed")
 
     def _replace(self, what: str) -> None:
         """Start another delegate after a failure (`what`), with back-off."""
@@ -478,20 +500,18 @@ class Supervisor:
             question.answer = counters
             question.answered.set()
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
         for link in self._links.values():
             if link.outbound is not None:
                 # Closed to new messages; the delegate still empties it.
                 link.outbound.close()
         if self._delegate is not None:
             self._send(Stop(drain_s=DRAIN_S))
-            self._delegate.end(DRAIN_S + 1.0)
+            await in_thread(functools.partial(self._delegate.end, DRAIN_S + 1.0))
             self._delegate = None
         for link in self._links.values():
             if link.inbound is not None:
                 link.inbound.close()
-        self._wake.close()
-        self._woken.close()
 
 
 def _call_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:

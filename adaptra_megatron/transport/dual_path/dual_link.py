@@ -40,6 +40,7 @@ from adaptra_megatron.transport.host_link.frames import check_can_travel, is_pro
 from adaptra_megatron.transport.host_link.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp, HostLinkState, Session
 from adaptra_megatron.transport.host_link.host_link_writer import FIN_S, HostLinkWriter
+from adaptra_megatron.transport.host_link.link_thread import LinkThreads, WritingThread
 from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue, RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
@@ -57,12 +58,13 @@ from adaptra_megatron.transport.wires.wire_registry import WIRES
 class LinkParts:
     """Parts of one end of a link, all guarded by its lock. Callers hold that lock.
 
-    A writer fills the outbound ring and a reader empties the inbound ring into fresh tensors, each with a thread.
+    A writer fills the outbound ring and a reader empties the inbound ring into fresh tensors.
     Queues keep the messages in flight, and PathSwitch chooses their paths.
     """
 
     def __init__(
         self,
+        threads: LinkThreads,
         lock: threading.Lock,
         ends: LinkEnds,
         settings: HostSettings,
@@ -86,13 +88,15 @@ class LinkParts:
         self.retransmit_queue = RetransmitQueue(settings.window_messages, settings.window_nbytes)
         self.receive_queue = ReceiveQueue()
         due = self.receive_queue.due
-        self.writer = HostLinkWriter(lock, state, self.retransmit_queue, due, settings.timeout_s)
+        # To write means to wait for copies of a device: a thread that does cannot serve other links.
+        writing = threads.writing if device is None else WritingThread(f"adaptra-host-send-{ends.peer}")
+        self.writer = HostLinkWriter(writing, lock, state, self.retransmit_queue, due, settings.timeout_s)
         self.copies = copies_for(device, link=str(ends), pooled_nbytes=settings.pooled_nbytes, on_ready=payload_ready)
-        self.reader = HostLinkReader(lock, state, self.copies, self.writer, due, self, settings)
+        self.reader = HostLinkReader(threads.reading, lock, state, self.copies, self.writer, due, self, settings)
         self.host = HostSide(state, self.retransmit_queue, self.copies, self.writer, due, second.channel)
         limits = {"meeting_s": second.settings.probe_limit_s, "timeout_s": settings.timeout_s}
         self.device_path = DevicePath(second.make_group, events, **limits)
-        self.paths = PathSwitch(lock, state, second, self.host, self.device_path)
+        self.paths = PathSwitch(threads.writing, lock, state, second, self.host, self.device_path)
         self.micro_batches: int | None = None
         """Number of micro-batches of each replica, to name messages."""
         self._arrival_signal = arrival_signal
@@ -155,8 +159,8 @@ class LinkParts:
         self.state.health.up()
         # The former session's rings are gone, with everything in them.
         self.retransmit_queue.rewind()
-        self.writer.thread.wake()
-        self.reader.thread.wake()
+        self.writer.task.wake()
+        self.reader.task.wake()
         self.paths.host_changed(up=True)
 
     def end(self, cause: str) -> None:
@@ -203,7 +207,7 @@ class LinkParts:
             self._wake_if_flushed()
             # The acknowledgement may have made room in the window.
             if self.retransmit_queue.next_to_write() is not None:
-                self.writer.thread.wake()
+                self.writer.task.wake()
         elif event.kind == Event.Kind.BYE:
             self.state.fin_received = True
             self.state.on_fin()
@@ -273,9 +277,11 @@ class DualLink:
         arrival_signal: ArrivalSignal | None = None,
         opens_s: float = 0.0,
         second: SecondPath | None = None,
+        threads: LinkThreads | None = None,
     ) -> None:
         """`device`: of the tensors; None: the CPU. `arrival_signal`: notified of every arrival. `opens_s`: see
-        LinkHealth. `second`: parts of the device path; None: host path only.
+        LinkHealth. `second`: parts of the device path; None: host path only. `threads`: of all links of the rank;
+        None: of this link alone.
         """
         self.sessions = 0
         """Number of sessions of the host path so far."""
@@ -286,14 +292,15 @@ class DualLink:
         signal = arrival_signal if arrival_signal is not None else ArrivalSignal()
         self._lock = threading.Lock()
         self._parts = parts = LinkParts(
-            self._lock, ends, settings, device, signal, opens_s, second, self, self._payload_ready
+            threads or LinkThreads(),
+            *(self._lock, ends, settings, device, signal, opens_s, second, self, self._payload_ready),
         )
         self._state, self._health = parts.state, parts.state.health
         self._copies, self._receive_queue = parts.copies, parts.receive_queue
         self._writer, self._reader = parts.writer, parts.reader
         self._paths, self._device = parts.paths, parts.device_path
-        self._writer.thread.start()
-        self._reader.thread.start()
+        self._writer.task.start()
+        self._reader.task.start()
 
     # What brings it up, and ends it, calls: from any thread.
 
@@ -305,7 +312,7 @@ class DualLink:
     def begin(self) -> None:
         """Bring up the device path, if the link has one. Until then all messages take the host path."""
         if self._parts.has_device_path:
-            self._paths.thread.start()
+            self._paths.task.start()
 
     def fail(self, cause: str) -> None:
         """Record that the link does not come up."""
@@ -433,18 +440,18 @@ class DualLink:
         twice."""
         with self._lock:
             self._state.closing = True
-            for thread in (self._writer.thread, self._reader.thread, self._paths.thread):
-                thread.wake()
+            for task in (self._writer.task, self._reader.task, self._paths.task):
+                task.wake()
             session = self._state.session
         if self._health.over and session is not None:
             session.outbound.close()  # a write under way is not waited for
-        self._writer.thread.join(2 * FIN_S)  # after FIN, the end of the device path is no failure
+        self._writer.task.join(2 * FIN_S)  # after FIN, the end of the device path is no failure
         if (session := self._state.session) is not None:
             session.outbound.close()
             session.inbound.close()
-        self._reader.thread.join(FIN_S)
+        self._reader.task.join(FIN_S)
         self._copies.close(FIN_S)
-        self._paths.thread.join(self._paths.settings.probe_limit_s + 1.0)
+        self._paths.join(self._paths.settings.probe_limit_s + 1.0)
         self._device.close()
 
     @property
@@ -561,7 +568,7 @@ class DualLink:
 
     def _payload_ready(self) -> None:
         with self._lock:
-            self._writer.thread.wake()
+            self._writer.task.wake()
 
     def _outgoing(self, key: MessageKey, tensor: torch.Tensor) -> Computed:
         """Return the message in the form that is sent. Raises TransportError if it cannot be sent over this link."""

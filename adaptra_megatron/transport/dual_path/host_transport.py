@@ -22,6 +22,7 @@ from adaptra_megatron.transport.dual_path.link_opener import LinkOpener
 from adaptra_megatron.transport.dual_path.two_paths import SecondPath
 from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.cuda_device import Device
+from adaptra_megatron.transport.host_link.link_thread import LinkThreads
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import LinkNote
 from adaptra_megatron.transport.link_ends import LinkEnds
@@ -78,6 +79,7 @@ class HostTransport:
         self._peer_of: dict[MessageKey, int] = {}
         self._last_paths: dict[int, Path] = {}
         self._arrival_signal = ArrivalSignal()
+        self._threads = LinkThreads()
         self._links: dict[int, DualLink] = {}
         self._limit_s = min(COMES_UP_S, settings.timeout_s)
         stages = neighbours(rendezvous.stage, rendezvous.stages, wrap=chunks > 1)
@@ -112,7 +114,7 @@ class HostTransport:
 
         channel = ControlChannel(lambda number, packet: lines.send(link, LinkNote(number, packet.decode())))
         second = None if self._paths is None or maker is None else SecondPath(self._paths, make_group, channel)
-        link = DualLink(ends, self._settings, self._device, self._arrival_signal, opens_s, second)
+        link = DualLink(ends, self._settings, self._device, self._arrival_signal, opens_s, second, self._threads)
         return link
 
     def _greet(self) -> None:

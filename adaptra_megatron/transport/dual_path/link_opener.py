@@ -25,6 +25,7 @@ from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, SupervisedLi
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop
 from adaptra_megatron.transport.lines.lines import ControlConnections
 from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup.host_setup import HostSetup, Offer
@@ -101,9 +102,9 @@ class LinkOpener:
         """Guards the store's client. Held during requests, which may not return; so closing never takes it."""
         listeners = list(setup.line_listeners.values())
         spread = not settings.is_fault_tolerant
-        self.lines = ControlConnections(
-            layout.rank, layout.name, setup.job, control.secret, listeners, propagate_failures=spread
-        )
+        self._loop = ConnectionLoop()
+        job = layout.rank, layout.name, setup.job, control.secret
+        self.lines = ControlConnections(*job, listeners, propagate_failures=spread, loop=self._loop)
         self._supervisor: Supervisor | None = None
 
     @property
@@ -118,7 +119,7 @@ class LinkOpener:
         for link in links:
             self._openings[link.ends.peer] = LinkOpenings(link.opening)
             made.append(self._prepared(link))
-        self._supervisor = Supervisor(self._start(), list(self._setup.listeners.values()), made)
+        self._supervisor = Supervisor(self._start(), list(self._setup.listeners.values()), made, loop=self._loop)
         self.lines.begin()
 
     def transport(self, peer: int) -> str:

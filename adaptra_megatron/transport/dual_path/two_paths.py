@@ -5,8 +5,9 @@
 2. Sender and Receiver do the bookkeeping: they are given events (a note, a probe, a failure, the time), and record
    effects for the caller to perform.
 3. Effects on the host path are performed at once, with the lock held: they only fill queues.
-4. Effects on the device path (posting, creating and ending sessions) may wait for NCCL. A thread performs them without
-   the lock, in the order in which they were recorded. The training thread performs the effects of its own calls itself.
+4. Effects on the device path (posting, creating and ending sessions) may wait for NCCL. The link has a thread for them
+   while there are some. It performs them without the lock, in the order in which they were recorded. The training
+   thread performs the effects of its own calls itself.
 5. Notes between the ends use the host path, and the control connection while the host path is down. They never use the
    device path, where a pending receive would occupy a multiprocessor.
 """
@@ -19,7 +20,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -38,11 +38,11 @@ from adaptra_megatron.transport.failover.control_messages import (
 from adaptra_megatron.transport.failover.path_receiver import Receiver, ReceiverEffects
 from adaptra_megatron.transport.failover.path_sender import HostProber, Posted, Sender, SenderEffects
 from adaptra_megatron.transport.gpu.copies import Copies
-from adaptra_megatron.transport.gpu.cuda_device import Computed, is_computed
+from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread, is_computed
 from adaptra_megatron.transport.gpu.host_copies import HostPayload
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState
 from adaptra_megatron.transport.host_link.host_link_writer import HostLinkWriter
-from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work
+from adaptra_megatron.transport.host_link.link_thread import LinkTask, WritingThread
 from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings, ProbeTimes, why_down
 from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, TransportError
@@ -232,17 +232,26 @@ class SecondPath:
 class PathSwitch:
     """Path selection of a link. Callers hold the link's lock, except for `do`.
 
-    Until `thread` runs, all messages take the host path.
+    Until `task` runs, all messages take the host path.
     """
 
     def __init__(
-        self, lock: threading.Lock, state: HostLinkState, second: SecondPath, host: HostSide, device: DevicePath
+        self,
+        thread: WritingThread,
+        lock: threading.Lock,
+        state: HostLinkState,
+        second: SecondPath,
+        host: HostSide,
+        device: DevicePath,
     ) -> None:
         self.settings = second.settings
         self.sender: Sender[Computed] = Sender(second.settings, lambda message: message.tensor.nbytes, is_computed)
         self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
-        self.thread = LinkThread(lock, f"adaptra-paths-{state.ends.peer}", self._next_work)
-        """Thread for timed actions, overdue notes and slow actions on the device path; ends once the link closes."""
+        self.task = LinkTask(thread, lock, self._next_step)
+        """Timed actions and overdue notes; ends once the link closes."""
+        self._lock = lock
+        self._acting: threading.Thread | None = None
+        """Performs slow actions on the device path."""
         self._state, self._host, self._device_path, self._channel = state, host, device, second.channel
         self._device = DeviceSide(state, self.sender, self.receiver, device)
         self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, host.send_probe)
@@ -278,7 +287,7 @@ class PathSwitch:
             self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
 
     def take_prompt(self) -> DeviceWork:
-        """Return the actions that the calling thread must `do` at once; `thread` does the others."""
+        """Return the actions that the calling thread must `do` at once; another thread does the others."""
         self._settle_effects()
         work = self._device.take_prompt()
         self._wake_if_pending()
@@ -295,7 +304,7 @@ class PathSwitch:
     def prefer(self, path: Path) -> None:
         """Prefer `path` while it is healthy, from the next message that both ends agree on."""
         self.sender.prefer(path)
-        self.thread.wake()
+        self.task.wake()
 
     def take_probes(self) -> list[ProbeTimes]:
         """Return the probe bursts that have ended since the last call."""
@@ -349,7 +358,7 @@ class PathSwitch:
         if up:
             self._host_probes.drop()  # what was under way tells how long the link was down
         self._settle_effects()
-        self.thread.wake()
+        self.task.wake()
 
     def acknowledged(self, sequence: int) -> None:
         """Handle an acknowledgement: of a host-path message, or of a device session's messages."""
@@ -373,7 +382,7 @@ class PathSwitch:
             except (AssertionError, LookupError) as cause:
                 raise ValueError(f"{note}, which does not fit what was said before") from cause
         self._settle_effects()
-        self.thread.wake()
+        self.task.wake()
         return self._channel.acknowledged_below
 
     def noted(self, below: int) -> None:
@@ -383,7 +392,7 @@ class PathSwitch:
     def on_reconnected(self) -> None:
         """Record that the control connection is up, perhaps again."""
         self._channel.on_reconnected()
-        self.thread.wake()
+        self.task.wake()
 
     def _on_note(self, note: Note, now_s: float) -> None:
         if isinstance(note, FromSender):
@@ -399,7 +408,7 @@ class PathSwitch:
         self.sender.confirmed(session, received)
         self._device_path.confirmed(session, received)
         if not self.sender.device_healthy:
-            self.thread.wake()  # these may have been the probes
+            self.task.wake()  # these may have been the probes
 
     # What the device path brings.
 
@@ -410,7 +419,7 @@ class PathSwitch:
         else:
             self.receiver.made(session)
         self._settle_effects()
-        self.thread.wake()
+        self.task.wake()
 
     def arrived(self, session: int, nbytes: int, arrived_s: float) -> MessageKey | None:
         """Record the arrival of a session's next message; return its key, or None if nothing waits for it. Call
@@ -423,7 +432,7 @@ class PathSwitch:
         """Record that a session failed, or could not be made."""
         (self.sender if as_sender else self.receiver).failed(session, cause)
         self._settle_effects()
-        self.thread.wake()
+        self.task.wake()
 
     # Effects: those on the host path at once, those on the device path once a thread does them without the lock.
 
@@ -434,7 +443,7 @@ class PathSwitch:
 
     def _wake_if_pending(self) -> None:
         if self._device.pending:
-            self.thread.wake()
+            self.task.wake()
 
     def _settle_effects(self) -> None:
         if not self.sender.effects and not self.receiver.effects:
@@ -456,9 +465,16 @@ class PathSwitch:
         self._host.move(sender, now_s)
         self._device.add(sender, receiver, header=self._specification.shape is None)
 
-    # What the thread does.
+    # What threads do.
 
-    def _next_work(self) -> Work[None] | float | None:
+    def join(self, timeout_s: float) -> None:
+        """Wait until nothing more is done for this link on the device path. Without the lock, once the link closes."""
+        until_s = time.monotonic() + timeout_s
+        self.task.join(timeout_s)
+        if (acting := self._acting) is not None:
+            acting.join(max(0.0, until_s - time.monotonic()))
+
+    def _next_step(self) -> float | None:
         state = self._state
         if state.closing:
             return None
@@ -470,9 +486,19 @@ class PathSwitch:
             self.sender.tick(now_s, down_s, self._host.unacknowledged)
         self._settle_effects()
         self._channel.send_overdue(now_s)
-        if self._device.pending:
-            return partial(self._device.do, self._device.take_all())
+        if self._device.pending and self._acting is None:
+            self._acting = DeviceThread(self._act, f"adaptra-path-{state.ends.peer}")
+            self._acting.start()
         until_s = self._channel.overdue_from_s
         if not state.finished:
             until_s = min(until_s, self.sender.next_tick_s, math.inf if down_since_s is None else now_s + _TICK_S)
         return min(_IDLE_S, max(1e-3, until_s - now_s))
+
+    def _act(self) -> None:
+        while True:
+            with self._lock:
+                if self._state.closing or not self._device.pending:
+                    self._acting = None
+                    return
+                work = self._device.take_all()
+            self._device.do(work)

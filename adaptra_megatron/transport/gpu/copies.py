@@ -15,6 +15,11 @@ import torch
 from adaptra_megatron.transport._ring import Description, Event, Ring
 from adaptra_megatron.transport.gpu.cuda_device import Computed
 
+PART_NBYTES = 4 << 20
+"""Bytes of a message that are written in one turn, while other links may wait for theirs."""
+PATIENCE_S = 5e-4
+"""Longest wait for a slot of a ring that is being emptied: to be woken for each would take longer."""
+
 
 class Payload(Protocol):
     """Bytes of a message to send; keeps them alive."""
@@ -41,11 +46,13 @@ class Payload(Protocol):
         raises).
         """
 
-    def write(self, ring: Ring, description: Description, deadline_s: float) -> None:
-        """Write the message into a ring. May be repeated, with another ring.
+    def write(self, ring: Ring, description: Description, deadline_s: float, offset: int = 0) -> int:
+        """Write the message, or a part of it, into a ring, from `offset` on; return where to go on, `nbytes + 1` at
+        its end. May be repeated, with another ring.
 
-        Raises TimeoutError if the ring has no room by `deadline_s`, RingClosedError, and TransportError if the device
-        failed. Part of the message may then be in the ring.
+        Only a device is waited for, until `deadline_s`, and room for PATIENCE_S; not at all if that is 0. Raises
+        TimeoutError if the ring has no room for a device's copy, RingClosedError, and TransportError if the device
+        failed.
         """
 
     def computed(self) -> Computed:

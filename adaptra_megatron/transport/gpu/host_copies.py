@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adaptra_megatron.transport._ring import Description, Event, Ring
-from adaptra_megatron.transport.gpu.copies import Copies, Payload, Receipt
+from adaptra_megatron.transport.gpu.copies import PART_NBYTES, PATIENCE_S, Copies, Payload, Receipt
 from adaptra_megatron.transport.gpu.cuda_device import Computed, Device
 
 
@@ -33,8 +33,9 @@ class HostPayload:
     def nbytes(self) -> int:
         return self._tensor.nbytes
 
-    def write(self, ring: Ring, description: Description, deadline_s: float) -> None:
-        ring.write(description, self._tensor.data_ptr(), self._tensor.nbytes, deadline_s)
+    def write(self, ring: Ring, description: Description, deadline_s: float, offset: int = 0) -> int:
+        nbytes, patience_s = self._tensor.nbytes, PATIENCE_S if deadline_s else 0.0
+        return ring.write_some(description, self._tensor.data_ptr(), nbytes, offset, PART_NBYTES, patience_s)
 
     def computed(self) -> Computed:
         return Computed(self._tensor, None)

@@ -55,8 +55,9 @@ class OutgoingCopy:
         self._copies.check()
         return self.message
 
-    def write(self, ring: Ring, description: Description, deadline_s: float) -> None:
+    def write(self, ring: Ring, description: Description, deadline_s: float, offset: int = 0) -> int:
         self._copies.write(self.message.tensor, ring, description, deadline_s)
+        return self.nbytes + 1
 
 
 class _Part(NamedTuple):

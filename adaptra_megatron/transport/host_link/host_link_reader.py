@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receiving half of one end of a link: two threads read events out of the inbound ring.
+"""Receiving half of one end of a link: reads events out of the inbound ring.
 
-A waiting thread reads the ring, too. So a message that it waits for wakes it directly, and not by way of the reading
-thread.
+One thread reads the rings of all links. A thread that waits for a message reads the ring of its link, too. So the
+message wakes it directly, and not by way of the reading thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport._ring import Delivery, Event, FrameError, Inbox, Ring, RingClosedError, RingError
 from adaptra_megatron.transport.gpu.copies import Copies, Receipt
 from adaptra_megatron.transport.host_link.frames import ask, is_tensor, tensor_of, type_of
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link.host_link_writer import HostLinkWriter
-from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work, without
+from adaptra_megatron.transport.host_link.link_thread import LinkTask, ReadingThread, without
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.message_keys import MessageKey
 
@@ -27,7 +27,7 @@ ACKNOWLEDGED_TOGETHER = 8
 SIGNALS_S = 0.5
 """Longest native wait of the main thread, which cannot handle signals meanwhile."""
 _IDLE_S = 60.0
-"""Longest wait of the thread for an event, or for another ring."""
+"""Longest sleep of the task while the link has no ring."""
 
 
 class ReaderEvents(Protocol):
@@ -49,6 +49,7 @@ class HostLinkReader:
 
     def __init__(
         self,
+        thread: ReadingThread,
         lock: threading.Lock,
         state: HostLinkState,
         copies: Copies,
@@ -66,9 +67,10 @@ class HostLinkReader:
             window_nbytes=settings.window_nbytes,
             for_device=copies.by_parts,
         )
+        self._awaited: tuple[Inbox, Ring] | None = None
         self._session: Session | None = None
         """Session that the thread reads, or has read to its end."""
-        self.thread = LinkThread(lock, f"adaptra-host-receive-{state.ends.peer}", self._next_work)
+        self.task = LinkTask(thread, lock, self._next_step, self._read_on)
         """Ends once the link and its ring are closed."""
 
     @property
@@ -108,24 +110,28 @@ class HostLinkReader:
                 continue
             # Python runs signal handlers in the main thread only, and not during a native wait.
             read_s = min(until_s, now_s + SIGNALS_S)
-            if not without(self._lock, partial(self._read, session, read_s, session.inbound.pokes, hurry=True)):
+            take = partial(self._inbox.next, session.inbound, read_s, session.inbound.pokes, hurry=True)
+            if not without(self._lock, partial(self._read, session, take)):
                 ended = session
         return True
 
-    def _next_work(self) -> Work[None] | float | None:
+    def _next_step(self) -> tuple[Inbox, Ring] | float | None:
         state = self._state
         if self._session is None or state.read_out:
             if state.session is None or state.session is self._session:
                 if not state.closing:
                     return _IDLE_S
-                self._session = None  # gives its rings back
+                self._session = self._awaited = None  # gives its rings back
                 return None
             self._session, state.read_out = state.session, False
-        return partial(self._read_on, self._session)
+            self._awaited = self._inbox, self._session.inbound
+        return self._awaited
 
-    def _read_on(self, session: Session) -> Callable[[], None]:
-        """Read until nothing is left or the session ends. Without the lock."""
-        return partial(self._end_if_over, session, self._read(session, time.monotonic() + _IDLE_S))
+    def _read_on(self, delivery: Delivery) -> Callable[[], None]:
+        """Take what the session's ring has delivered to the thread. Call without the lock."""
+        session = self._session
+        assert session is not None
+        return partial(self._end_if_over, session, self._read(session, delivery.event))
 
     def _end_if_over(self, session: Session, settle: Callable[[], bool]) -> None:
         """Record the end of the session once all of its data have been read."""
@@ -135,15 +141,13 @@ class HostLinkReader:
             self._state.on_fin()
             self._state.note_end()
 
-    def _read(
-        self, session: Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False
-    ) -> Callable[[], bool]:
-        """Wait for an event of the inbound ring until `until_s`. Call without the lock.
+    def _read(self, session: Session, take: Callable[[], Event | None]) -> Callable[[], bool]:
+        """Take the next event of the inbound ring. Call without the lock.
 
         Returns a function to call with the lock; that returns False if this session delivers nothing more.
         """
         try:
-            event = self._inbox.next(session.inbound, until_s, seen_pokes, hurry)
+            event = take()
         except RingClosedError:
             return partial(self._acknowledge, session, more=False)
         except (FrameError, RingError) as cause:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sending half of one end of a link: writes acknowledgements and a retransmit queue's messages into the outbound ring.
 
-A thread performs the writes that may have to wait. The posting thread itself writes small messages that find room.
+A thread writes what does not fit at once, a part at a time. The posting thread itself writes small messages that find
+room.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Callable
 from functools import partial
 
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.transport._ring import Description, RingClosedError, RingError
-from adaptra_megatron.transport.gpu.copies import Payload
+from adaptra_megatron.transport._ring import Description, Ring, RingClosedError, RingError
+from adaptra_megatron.transport.gpu.copies import PATIENCE_S, Payload
 from adaptra_megatron.transport.host_link.frames import describe, describe_note, describe_probe
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, Session
-from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work
+from adaptra_megatron.transport.host_link.link_thread import LinkTask, Work, WritingThread
 from adaptra_megatron.transport.host_link.message_queues import Outgoing, RetransmitQueue
 from adaptra_megatron.transport.message_keys import MessageKey, TransportError
 
@@ -34,8 +35,10 @@ _IDLE_S = 60.0
 
 class _Outcome(enum.Enum):
     WRITTEN = enum.auto()
+    PART = enum.auto()
+    """Part of it was written; the rest has its turn after other links."""
     FULL = enum.auto()
-    """None or part of it was in the ring at the deadline."""
+    """The ring had no room for the rest of it."""
     FAILED = enum.auto()
     """The device failed."""
     CLOSED = enum.auto()
@@ -48,18 +51,24 @@ class HostLinkWriter:
 
     def __init__(
         self,
+        thread: WritingThread,
         lock: threading.Lock,
         state: HostLinkState,
         retransmit_queue: RetransmitQueue,
         due: deque[int],
         timeout_s: float,
     ) -> None:
-        """`due`: sequence numbers to acknowledge, in order; `timeout_s`: longest wait for room in the ring."""
+        """`due`: sequence numbers to acknowledge, in order; `timeout_s`: longest write of a message that a device
+        copies.
+        """
         self._state, self._retransmit_queue, self._due, self._timeout_s = state, retransmit_queue, due, timeout_s
         self._writing = False
         self._cause = ""
         """Cause of the last FAILED or CORRUPTED outcome."""
-        self.thread = LinkThread(lock, f"adaptra-host-send-{state.ends.peer}", self._next_work)
+        self._full: Session | None = None
+        """Session whose ring had no room left."""
+        self._fin_until_s: float | None = None
+        self.task = LinkTask(thread, lock, self._next_step)
         """Ends, after FIN to the peer, once the link closes."""
 
     def enqueue(
@@ -68,14 +77,14 @@ class HostLinkWriter:
         """Post a message; with `key` None, a note or probe."""
         message = self._retransmit_queue.post(key, payload, number, now_s, probe=probe)
         if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
-            self.thread.wake()
+            self.task.wake()
 
     def acknowledge(self) -> None:
         """Write due acknowledgements, or wake the thread to do so."""
         session = self._state.session
         # The thread writes without the lock; a ring has one producer at a time.
         if self._writing or session is None:
-            self.thread.wake()
+            self.task.wake()
             return
         for _ in range(len(self._due)):
             sequence = self._due.popleft()
@@ -93,15 +102,16 @@ class HostLinkWriter:
         self._settle(session, message, self._write(session, message, 0.0))
         return True
 
-    def _next_work(self) -> Work[None] | float | None:
-        session, due = self._state.session, self._next_due()
+    def _next_step(self) -> Work[None] | Ring | float | None:
+        session = self._state.session
+        if session is not None and self._full is session:
+            self._full = None
+            return session.outbound
+        due = self._next_due()
         if session is not None and due is not None:
             self._writing = True
             return partial(self._write_due, session, due)
-        if not self._state.closing:
-            return _IDLE_S
-        self._send_fin()
-        return None
+        return self._send_fin() if self._state.closing else _IDLE_S
 
     def _write_due(self, session: Session, due: Outgoing | int) -> Callable[[], None]:
         """Write acknowledgements. Without the lock."""
@@ -126,12 +136,17 @@ class HostLinkWriter:
         return message
 
     def _write(self, session: Session, work: Outgoing | int, deadline_s: float) -> _Outcome:
-        """Write one item by `deadline_s`. With or without the lock; with it, the deadline has passed."""
+        """Write one item, or a part of it; only a device is waited for, until `deadline_s`. With or without the lock;
+        with it, the deadline has passed.
+        """
         try:
             if isinstance(work, int):
-                session.outbound.write_ack(work, deadline_s)
+                session.outbound.write_ack(work, min(deadline_s, time.monotonic() + PATIENCE_S))
             else:
-                work.payload.write(session.outbound, _description(work), deadline_s)
+                begun_at = work.written_nbytes
+                work.written_nbytes = work.payload.write(session.outbound, _description(work), deadline_s, begun_at)
+                if work.written_nbytes <= work.payload.nbytes:
+                    return _Outcome.PART if work.written_nbytes > begun_at else _Outcome.FULL
         except TimeoutError:
             return _Outcome.FULL
         except TransportError as cause:
@@ -156,21 +171,34 @@ class HostLinkWriter:
             state.corrupted(session, self._cause)
         elif outcome is _Outcome.FAILED:
             state.fail(self._cause)
-        elif outcome is _Outcome.FULL and state.session is session:
+        elif outcome in (_Outcome.FULL, _Outcome.PART) and state.session is session:
+            if outcome is _Outcome.FULL:
+                self._full = session
             if isinstance(work, int):
                 # Order does not matter: each acknowledges its own message.
                 self._due.append(work)
             else:
                 self._retransmit_queue.mark_unwritten(work)
-            self.thread.wake()
+            self.task.wake()
 
-    def _send_fin(self) -> None:
-        session = self._state.session
-        if session is not None:
-            try:
-                session.outbound.write_bye(time.monotonic() + FIN_S)
-            except (RingError, TimeoutError) as cause:
-                logger.debug("link %s: no FIN to %s: %s", self._state.ends, self._state.ends.there, cause)
+    def _send_fin(self) -> Ring | None:
+        """Write FIN, unless there is no room for it within FIN_S; return the ring to wait for, None once this is
+        over.
+        """
+        session, now_s = self._state.session, time.monotonic()
+        if session is None:
+            return None
+        if self._fin_until_s is None:
+            self._fin_until_s = now_s + FIN_S
+        try:
+            session.outbound.write_bye(0.0)
+        except TimeoutError as cause:
+            if now_s < self._fin_until_s:
+                return session.outbound
+            logger.debug("link %s: no FIN to %s: %s", self._state.ends, self._state.ends.there, cause)
+        except RingError as cause:
+            logger.debug("link %s: no FIN to %s: %s", self._state.ends, self._state.ends.there, cause)
+        return None
 
 
 def _description(work: Outgoing) -> Description:

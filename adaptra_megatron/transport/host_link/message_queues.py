@@ -117,7 +117,9 @@ class Outgoing:
     payload: Payload
     posted_s: float
     written: bool = False
-    """True while it is in the ring of the present session, in whole or in part."""
+    """True while it is in the ring of the present session, or its turn to be written."""
+    written_nbytes: int = 0
+    """Bytes of it that are in the ring of the present session: a message is written in parts."""
     elsewhere: bool = False
     """True if another path carries it now: the receiver does not wait for this one."""
     probe: bool = False
@@ -198,6 +200,7 @@ class RetransmitQueue:
         # In reverse, since each goes to the front of its queue.
         for message in reversed(self._unacknowledged.values()):
             self.mark_unwritten(message)
+            message.written_nbytes = 0
 
     def send_elsewhere(self, message: Outgoing) -> None:
         """Record that another path carries the message. It stays: a part may have arrived under its sequence number."""

@@ -12,22 +12,21 @@
 6. Messages are lost with their connection. ControlChannel sends them again; failures are sent again on the next
    connection.
 
-Wire format: one JSON object per line of text, at most LINE_NBYTES. One thread serves all connections of a rank.
+Wire format: one JSON object per line of text, at most LINE_NBYTES. One event loop serves all connections of a rank.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import os
 import secrets
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import NamedTuple, Protocol
 
 from adaptra_megatron.common import handshake
@@ -36,6 +35,7 @@ from adaptra_megatron.common.handshake import Acceptor, HandshakeError, Handshak
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, packed, plain_text, unpacked
 from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
+from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop
 
 LINE_NBYTES = 4 * NOTE_NBYTES
 """Largest message: a note whose text is quoted once more."""
@@ -115,7 +115,7 @@ class ConnectionPlace(NamedTuple):
 
 
 class LineEnd(Protocol):
-    """Callbacks to a link, made by the connections' thread; they must not block."""
+    """Callbacks to a link, made in the connections' loop; they must not block."""
 
     def on_connected(self) -> None:
         """Record that the connection is up. After a reconnection, messages sent before may be lost."""
@@ -168,7 +168,7 @@ class _Line:
 
 
 class ControlConnections:
-    """Control connections of one rank, and the thread that serves them."""
+    """Control connections of one rank."""
 
     def __init__(
         self,
@@ -179,9 +179,11 @@ class ControlConnections:
         listeners: Sequence[socket.socket],
         *,
         propagate_failures: bool = True,
+        loop: ConnectionLoop | None = None,
     ) -> None:
         """`name`: returns the name of a rank for messages. `job`, `secret`: of the job. `listeners`: owned by this
         object from now on. `propagate_failures`: whether a failed rank ends all links of all ranks, or only its own.
+        `loop`: of all connections of the rank; None: a new one.
         """
         self._propagate_failures = propagate_failures
         self._rank, self._name, self._job, self._listeners = rank, name, job, list(listeners)
@@ -192,66 +194,59 @@ class ControlConnections:
         """Connections of ended openings, on which the cause is still to be sent."""
         self._failed_ranks: set[int] = set()
         """Ranks that have failed for good."""
-        self._loop = asyncio.new_event_loop()
+        self._loop = ConnectionLoop() if loop is None else loop
+        self._served: Future[None] | None = None
         self._closing = asyncio.Event()
         self._acceptor = Acceptor(self._secret, _HANDSHAKE_S, self._admit)
         self._connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._thread = threading.Thread(target=self._run, name="adaptra-lines", daemon=True)
         # Weak: a registered handler cannot be removed again, and would keep this object alive.
         leave = weakref.WeakMethod(self._leave_to_the_parent)
         os.register_at_fork(after_in_child=lambda: (bound := leave()) and bound())
 
     def begin(self) -> None:
-        """Start the thread, which brings up all connections added before or later."""
-        self._thread.start()
+        """Bring up all connections added before or later."""
+        self._served = self._loop.begin(self._run())
 
     # These return at once; any thread may call them.
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections on this listener, too."""
-        self._call(functools.partial(self._listen, listener))
+        self._loop.call(functools.partial(self._listen, listener))
 
     def add(self, peer: int, place: ConnectionPlace, end: LineEnd, opening: int = 1) -> None:
         """Bring up the connection of this opening of a link. The connection of an earlier opening must have been
         removed.
         """
-        self._call(functools.partial(self._add, _Line(peer, place, end, opening)))
+        self._loop.call(functools.partial(self._add, _Line(peer, place, end, opening)))
 
     def remove(self, end: LineEnd, cause: str | None = None) -> None:
         """Send Fin(`cause`) and close the connection."""
-        self._call(functools.partial(self._remove, end, cause))
+        self._loop.call(functools.partial(self._remove, end, cause))
 
     def send(self, end: LineEnd, message: LineMessage) -> None:
         """Send a message if the connection is up; otherwise drop it, unless it reports a failure."""
-        self._call(functools.partial(self._send, end, message))
+        self._loop.call(functools.partial(self._send, end, message))
 
     def fail(self, cause: str) -> None:
         """Report to all peers that this rank ends with an error; they pass it on."""
-        self._call(functools.partial(self._fail, cause))
+        self._loop.call(functools.partial(self._fail, cause))
 
     def close(self) -> None:
-        """Send FIN to all peers and end the thread. May be called twice."""
-        if self._thread.ident is None:
-            self._loop.close()
-        self._call(self._closing.set)
-        if self._thread.ident is not None:
-            self._thread.join(_CLOSE_S)
+        """Send FIN to all peers and end all connections. May be called twice."""
+        self._loop.call(self._closing.set)
+        if self._served is not None:
+            wait([self._served], _CLOSE_S)
+        self._loop.close()
         for listener in self._listeners:
             listener.close()
 
-    def _call(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # it has been closed
-            self._loop.call_soon_threadsafe(function)
-
-    def _run(self) -> None:
+    async def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            await self._serve()
         except Exception:
             logger.exception(
                 "internal error in the lines of rank %d; control messages take the host path alone", self._rank
             )
-        finally:
-            self._loop.close()
 
     async def _serve(self) -> None:
         for listener in self._listeners:
@@ -295,7 +290,7 @@ class ControlConnections:
         if line.writer is None and cause is not None and not line.keeper.done():
             line.pending_fin = fin
             self._finishing.append(line)
-            self._loop.call_later(_FIN_RETRY_S, line.keeper.cancel)
+            self._loop.loop.call_later(_FIN_RETRY_S, line.keeper.cancel)
         else:
             line.keeper.cancel()  # what has been said still leaves
 
@@ -366,7 +361,7 @@ class ControlConnections:
         try:
             if not shared and place.source:
                 connection.bind((place.source, 0))
-            await asyncio.wait_for(self._loop.sock_connect(connection, address), _CONNECT_S)
+            await asyncio.wait_for(self._loop.loop.sock_connect(connection, address), _CONNECT_S)
         except BaseException:
             connection.close()
             raise

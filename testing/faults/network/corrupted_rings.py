@@ -23,6 +23,8 @@ WORDS = {
     "released": (128, "<Q"),
     "waiting for emptied": (140, "<I"),
     "urgent for emptied": (144, "<I"),
+    "together for filled": (88, "<I"),
+    "together for emptied": (152, "<I"),
 }
 """Offsets in the first page, as in Ring::Shared of csrc/ring. Counts of an arrival signal may have any value."""
 WAYS = 4

@@ -62,29 +62,39 @@ class SlowRing:
         """
         due_s = self._due_s(nbytes)
         if self._passes(due_s):
-            self._ring.write(description, address, nbytes, deadline_s)
-            return
+            # Of a message for which there was no room, the part that was written comes twice, and is dropped.
+            with contextlib.suppress(TimeoutError):
+                self._ring.write(description, address, nbytes, deadline_s)
+                return
         content = ctypes.create_string_buffer(nbytes)
         ctypes.memmove(content, address, nbytes)
         self._put(
             _Delayed(due_s, lambda until_s: self._ring.write(description, ctypes.addressof(content), nbytes, until_s))
         )
 
+    def write_some(
+        self, description: Description, address: int, nbytes: int, offset: int, most_nbytes: int, patience_s: float
+    ) -> int:
+        """Write as Ring.write_some, but the whole message, and late."""
+        del offset, most_nbytes
+        self.write(description, address, nbytes, time.monotonic() + patience_s)
+        return nbytes + 1
+
     def write_ack(self, sequence: int, deadline_s: float) -> None:
         """Write as Ring.write_ack, but late."""
-        due_s = self._due_s(None)
-        if self._passes(due_s):
-            self._ring.write_ack(sequence, deadline_s)
-        else:
-            self._put(_Delayed(due_s, lambda until_s: self._ring.write_ack(sequence, until_s)))
+        self._write_control(lambda until_s: self._ring.write_ack(sequence, until_s), deadline_s)
 
     def write_bye(self, deadline_s: float) -> None:
         """Write as Ring.write_bye, but late."""
+        self._write_control(self._ring.write_bye, deadline_s)
+
+    def _write_control(self, write: Callable[[float], None], deadline_s: float) -> None:
         due_s = self._due_s(None)
         if self._passes(due_s):
-            self._ring.write_bye(deadline_s)
-        else:
-            self._put(_Delayed(due_s, self._ring.write_bye))
+            with contextlib.suppress(TimeoutError):
+                write(deadline_s)
+                return
+        self._put(_Delayed(due_s, write))
 
     def close(self) -> None:
         """Deliver messages in flight, for two seconds at most, then close the real ring. Safe to call twice."""

@@ -37,6 +37,8 @@ CAUSES = {
     "urgent for filled": "count of who waits",
     "waiting for emptied": "count of who waits",
     "urgent for emptied": "count of who waits",
+    "together for filled": "count of who waits",
+    "together for emptied": "count of who waits",
 }
 OF_A_DESCRIPTION = "description of its slots"
 

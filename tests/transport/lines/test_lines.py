@@ -57,7 +57,7 @@ def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
 def break_line(lines: ControlConnections, peer: int) -> None:
     """As a firewall that forgets a connection."""
     line = lines._lines[peer]
-    lines._call(lambda: line.writer.transport.abort() if line.writer is not None else None)
+    lines._loop.call(lambda: line.writer.transport.abort() if line.writer is not None else None)
 
 
 def all_ends(chain: Chain) -> Sequence[End]:
@@ -186,7 +186,7 @@ def test_a_stage_that_says_good_bye_is_not_lost(chain: Chain) -> None:
 
 def test_a_stage_that_does_not_run_is_seen(chain: Chain) -> None:
     end = chain[0][1][1]
-    chain[1][0]._call(lambda: time.sleep(SILENT_S + 3 * BEAT_S))
+    chain[1][0]._loop.call(lambda: time.sleep(SILENT_S + 3 * BEAT_S))
     until(lambda: end.runs == [False], "nothing was noticed")
     until(lambda: end.runs == [False, True], "its return was not noticed")
     assert chain[1][1][0].runs in ([], [False, True]), "the one that did not run holds it against the others"

@@ -104,6 +104,15 @@ def held() -> dict[str, int]:
     }
 
 
+SERVING = ["adaptra-connections", "adaptra-links-receive", "adaptra-links-send"]
+"""The transport's threads in a training process for any number of peers, besides those in which gloo waits."""
+
+
+def serving() -> list[str]:
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
+    return sorted(name for name in names if not name.startswith("adaptra-device-receive-"))
+
+
 def device_up(transport: HostTransport, peer: int) -> None:
     """Wait until messages to `peer` take the device path."""
 
@@ -134,6 +143,7 @@ def opened_and_closed(make: Make) -> None:
         for peer in others:
             device_up(transport, peer)
         exchange(transport, [own, *others], (4 * cycle + 2, 0))
+        until(lambda: serving() == SERVING, lambda: f"threads serve {len(transport.peers)} links: {serving()}")
         assert sorted(transport.peers) == sorted([own, *others])
         counters = transport.link_counters()
         assert all(link.doubles == link.stale == link.unacknowledged == 0 for link in counters.values()), counters
@@ -169,7 +179,7 @@ def settled() -> dict[str, int]:
 @contextmanager
 def no_reading(rank: int, link: Any) -> Iterator[list[int]]:
     """On one rank, what comes over a link stays in its ring; yields how often it was not read."""
-    real, struck = HostLinkReader._read, []
+    real, aside, struck = HostLinkReader._read, HostLinkReader._next_step, []
 
     def read(self: HostLinkReader, *arguments: Any, **more: Any) -> Callable[[], bool]:
         if self is not link._reader:
@@ -178,12 +188,25 @@ def no_reading(rank: int, link: Any) -> Iterator[list[int]]:
         time.sleep(0.02)
         return lambda: not link._state.closing
 
+    def next_step(self: HostLinkReader) -> Any:
+        step = aside(self)
+        if self is not link._reader or step is None or link._state.closing:
+            return step
+        struck.append(1)
+        return 0.02
+
     if dist.get_rank() == rank:
         HostLinkReader._read = read  # type: ignore[method-assign]
+        HostLinkReader._next_step = next_step  # type: ignore[method-assign]
+        link._reader.task.next_step = functools.partial(next_step, link._reader)
+        with link._lock:
+            link._reader.task.wake()  # or it would read on in the ring that it waits for
     try:
         yield struck
     finally:
         HostLinkReader._read = real  # type: ignore[method-assign]
+        HostLinkReader._next_step = aside  # type: ignore[method-assign]
+        link._reader.task.next_step = link._reader._next_step
 
 
 def aborted_in_mid_message(make: Make) -> None:
