@@ -54,8 +54,16 @@ class SendingSession:
             # Effects leave the link's lock before they are performed, so two threads may come here in the wrong order.
             self._early[index] = message, header
             while (due := self._early.pop(self._next, None)) is not None:
+                index, (message, header), held = self._next, due, []
                 self._next += 1
-                self._send(self._next - 1, *due)
+                if message.event is not None:
+                    self._group.begin_after(message.event)
+                if header:
+                    shape = self._group.bring(encode_shape(message.tensor.shape, torch.device("cpu")))
+                    held.append((self._group.send(shape, 2 * index), shape))
+                held.append((self._group.send(message.tensor, 2 * index + 1), message.tensor))
+                with self._lock:
+                    self._held[index] = held
 
     def probe(self, index: int, nbytes: int = PROBE_NBYTES) -> None:
         """Send a probe of `nbytes`, as `send`."""
@@ -76,17 +84,6 @@ class SendingSession:
         self._group.abort()
         with self._lock:
             self._held.clear()
-
-    def _send(self, index: int, message: Computed, header: bool) -> None:
-        held, tensor = [], message.tensor
-        if message.event is not None:
-            self._group.begin_after(message.event)
-        if header:
-            shape = self._group.bring(encode_shape(tensor.shape, torch.device("cpu")))
-            held.append((self._group.send(shape, 2 * index), shape))
-        held.append((self._group.send(tensor, 2 * index + 1), tensor))
-        with self._lock:
-            self._held[index] = held
 
 
 class _Receive(NamedTuple):
@@ -286,26 +283,29 @@ class DevicePath:
             cause = f"{_MOST_MAKERS} earlier attempts to meet do not end: the job's store does not answer"
             self._events.device_failed(as_sender, session, cause)
 
-    def send(self, send: DeviceSend[Computed], *, header: bool) -> None:
-        """Send a message or a probe. `header`: send the shape first."""
-        with self._lock:
-            session = self._sending.get(send.session)
-        if session is None:
-            return
-        try:
-            if send.message is None:
-                session.probe(send.index, send.probe_nbytes)
-            else:
-                session.send(send.index, send.message.payload, header=header)
-        except RuntimeError as cause:
-            self._events.device_failed(True, send.session, f"torch.distributed reported: {cause}")
-
-    def receive(self, receive: DeviceReceive[TensorSpecification]) -> None:
-        """Post a receive of a message or a probe."""
-        with self._lock:
-            session = self._receiving.get(receive.session)
-        if session is not None:
-            session.receive(receive.index, receive.specification, receive.probe_nbytes)
+    def perform(self, work: DeviceWork) -> None:
+        """Post sends and receives of messages and probes, then create and end sessions."""
+        for send, header in work.sends:
+            with self._lock:
+                sending = self._sending.get(send.session)
+            if sending is None:
+                continue
+            try:
+                if send.message is None:
+                    sending.probe(send.index, send.probe_nbytes)
+                else:
+                    sending.send(send.index, send.message.payload, header=header)
+            except RuntimeError as cause:
+                self._events.device_failed(True, send.session, f"torch.distributed reported: {cause}")
+        for receive in work.receives:
+            with self._lock:
+                receiving = self._receiving.get(receive.session)
+            if receiving is not None:
+                receiving.receive(receive.index, receive.specification, receive.probe_nbytes)
+        for as_sender, session in work.begin:
+            self.begin(as_sender, session)
+        for as_sender, session in work.end:
+            self.end(as_sender, session)
 
     def confirmed(self, session: int, received: int) -> None:
         """Release the first `received` messages of a session, which the peer has."""

@@ -11,7 +11,7 @@ Rules that a link keeps towards its transport:
 4. A wait ends with an error once no path can bring the message: see LinkHealth.broken_from_s for the grace of each
    cause. While one path works, a failure of the other is only logged.
 5. The first cause of an end counts; later ones follow from it and are dropped.
-6. There is one lock per end. Methods of DualLink take it; parts are called with it held. Copies, NCCL calls and waits
+6. There is one lock per end. DualLink takes it; parts are called with it held. Copies, NCCL calls and waits
    for the peer happen without it, so the training thread never waits at the lock for one of them.
 
 A link is opened again by a new object: nothing of an earlier opening is delivered.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -30,8 +30,8 @@ import torch
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Event, Ring
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
-from adaptra_megatron.transport.device_session.sessions import DeviceEvents, DevicePath
-from adaptra_megatron.transport.dual_path.two_paths import HostSide, PathSwitch, SecondPath
+from adaptra_megatron.transport.device_session.sessions import DevicePath
+from adaptra_megatron.transport.dual_path.two_paths import PathSwitch, SecondPath
 from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.copies import Receipt
 from adaptra_megatron.transport.gpu.cuda_device import Computed, Device
@@ -55,204 +55,6 @@ from adaptra_megatron.transport.message_keys import (
 from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 
-class LinkParts:
-    """Parts of one end of a link, all guarded by its lock. Callers hold that lock.
-
-    A writer fills the outbound ring and a reader empties the inbound ring into fresh tensors.
-    Queues keep the messages in flight, and PathSwitch chooses their paths.
-    """
-
-    def __init__(
-        self,
-        threads: LinkThreads,
-        lock: threading.Lock,
-        ends: LinkEnds,
-        settings: HostSettings,
-        device: Device | None,
-        arrival_signal: ArrivalSignal,
-        opens_s: float,
-        second: SecondPath | None,
-        events: DeviceEvents,
-        payload_ready: Callable[[], None],
-    ) -> None:
-        """`events`, `payload_ready`: called without the lock. `payload_ready` is called once the next message to send
-        can leave the device, or never will. Other arguments: see DualLink.
-        """
-        self.has_device_path = second is not None
-        if second is None:
-            second = SecondPath(PathSettings(), _never, ControlChannel(_never))
-        wire = WIRES.get(settings.transport)  # None: which it is to be has not been settled
-        self.state = state = HostLinkState(
-            ends, lock, settings.grace_s, one_network=wire is None or wire.one_network, opens_s=opens_s
-        )
-        self.retransmit_queue = RetransmitQueue(settings.window_messages, settings.window_nbytes)
-        self.receive_queue = ReceiveQueue()
-        due = self.receive_queue.due
-        # To write means to wait for copies of a device: a thread that does cannot serve other links.
-        writing = threads.writing if device is None else WritingThread(f"adaptra-host-send-{ends.peer}")
-        self.writer = HostLinkWriter(writing, lock, state, self.retransmit_queue, due, settings.timeout_s)
-        self.copies = copies_for(device, link=str(ends), pooled_nbytes=settings.pooled_nbytes, on_ready=payload_ready)
-        self.reader = HostLinkReader(threads.reading, lock, state, self.copies, self.writer, due, self, settings)
-        self.host = HostSide(state, self.retransmit_queue, self.copies, self.writer, due, second.channel)
-        limits = {"meeting_s": second.settings.probe_limit_s, "timeout_s": settings.timeout_s}
-        self.device_path = DevicePath(second.make_group, events, **limits)
-        self.paths = PathSwitch(threads.writing, lock, state, second, self.host, self.device_path)
-        self.micro_batches: int | None = None
-        """Number of micro-batches of each replica, to name messages."""
-        self._arrival_signal = arrival_signal
-        self._awaited: MessageKey | None = None
-        self._flushing = False
-
-    # What the training thread asks for.
-
-    def check_usable(self, key: MessageKey, now_s: float, *, receiving: bool) -> None:
-        """Raise TransportError if no path can carry `key`, unless it is to be received and has already arrived."""
-        by_device = self.paths.receiver.alive if receiving else self.paths.sender.device_healthy
-        if now_s >= self._broken_from_s(by_device=by_device) and not (receiving and key in self.receive_queue):
-            raise self.error(key, now_s, now_s, receiving=receiving)
-
-    def ask_for(self, key: MessageKey, now_s: float) -> None:
-        """Post the receive of `key`."""
-        if key not in self.receive_queue:
-            self.reader.ask(key)
-        self.receive_queue.post(key, now_s)
-        if self.receive_queue.due:
-            self.writer.acknowledge()
-
-    def wait(self, key: MessageKey, deadline_s: float) -> tuple[MessageArrival, float]:
-        """Return a posted message and the time of its receive. Raises TransportError if it cannot come, or at
-        `deadline_s`."""
-        self._awaited = key
-        arrived = self.reader.wait_for(lambda: key in self.receive_queue, deadline_s, key)
-        self._awaited = None
-        if not arrived:
-            raise self.error(key, self.receive_queue.posted_s(key), time.monotonic(), receiving=True)
-        return self.receive_queue.pop(key)
-
-    def attend(self, keys: Sequence[MessageKey], since_s: float) -> float:
-        """Handle a long wait for `keys` that began at `since_s`; return when to call this again.
-
-        Raises TransportError for a message that cannot come any more.
-        """
-        now_s = time.monotonic()
-        again_s = math.inf
-        for key in keys:
-            until_s = self.given_up_from_s(key)
-            if now_s >= until_s and key not in self.receive_queue:
-                raise self.error(key, self.receive_queue.posted_s(key), now_s, receiving=True)
-            again_s = min(again_s, until_s, self.look_again_s(key, since_s, now_s))
-        return again_s
-
-    def flush(self, deadline_s: float) -> None:
-        """Wait until all messages are acknowledged. Raises TransportError at `deadline_s`."""
-        self._flushing = True
-        flushed = self.reader.wait_for(self._all_sent, deadline_s)
-        self._flushing = False
-        if not flushed:
-            raise self._not_sent(time.monotonic())
-
-    # What the host path and the device path bring.
-
-    def begin(self, session: Session) -> None:
-        """Begin a session of the host path: resend all unacknowledged messages."""
-        self.state.begin(session)
-        self.state.health.up()
-        # The former session's rings are gone, with everything in them.
-        self.retransmit_queue.rewind()
-        self.writer.task.wake()
-        self.reader.task.wake()
-        self.paths.host_changed(up=True)
-
-    def end(self, cause: str) -> None:
-        """End the session of the host path, or record that one did not begin."""
-        self.state.health.down(cause, time.monotonic())
-        self.state.session = None
-        self.state.note_end(cause)
-        self.state.state_changed.notify_all()
-        self.paths.host_changed(up=False)
-
-    def deliver(self, key: MessageKey, arrival: MessageArrival) -> None:
-        """Take in a message that arrived by either path."""
-        if not self.receive_queue.arrive(key, arrival):
-            return
-        # For waits on several links; `notify_waiting` is for a wait on this link alone.
-        self._arrival_signal.arrived(key)
-        if key == self._awaited:
-            self.state.notify_waiting()
-
-    def on_note_received(self, number: int, packet: bytes) -> int:
-        """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""
-        if not self.has_device_path:
-            raise ValueError(f"note {number}, but this link has one path only")
-        acknowledged_below = self.paths.on_note_received(number, packet)
-        self._wake_if_flushed()
-        return acknowledged_below
-
-    def error(self, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
-        """Return the error for a message that has been in flight since `since_s`."""
-        doing = "waited for" if receiving else "could not send"
-        explained = self.has_device_path and not self.state.health.over
-        also = self.paths.device_in_words(receiving=receiving) if explained else ""
-        spelled = key.spelled(self.micro_batches)
-        return self.state.health.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
-
-    # Called by the reader.
-
-    def take(self, event: Event, receipt: Receipt | None) -> None:
-        """Handle an event of the inbound ring. Raises ValueError for an invalid one."""
-        if receipt is not None:
-            self.deliver(key_of(event), MessageArrival(event.sequence, receipt, event.arrived_s))
-        elif event.kind == Event.Kind.ACK:
-            self.paths.acknowledged(event.sequence)
-            self._wake_if_flushed()
-            # The acknowledgement may have made room in the window.
-            if self.retransmit_queue.next_to_write() is not None:
-                self.writer.task.wake()
-        elif event.kind == Event.Kind.BYE:
-            self.state.fin_received = True
-            self.state.on_fin()
-        elif event.kind == Event.Kind.REPEATED:
-            self.receive_queue.arrive_again(event.sequence)
-        else:
-            # Notes and probes have no receive to wait for, so they are acknowledged at once.
-            self.receive_queue.due.append(event.sequence)
-            if not is_probe(event):
-                self.on_note_received(*note_of(event))
-            elif self.has_device_path:
-                self.paths.probed(event.iteration, event.arrived_s)
-            else:
-                raise ValueError("a probe, but this link has one path only")
-
-    def given_up_from_s(self, key: MessageKey | None) -> float:
-        """Return the time at which waiting for `key` (None: for all sends) fails."""
-        if key is not None:
-            return self._broken_from_s(by_device=self.paths.receiver.expects(key))
-        return self._broken_from_s(by_device=self.paths.sender.device_healthy and not len(self.retransmit_queue))
-
-    def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
-        """Return when to check again a wait that began at `since_s`."""
-        return self.paths.look_again_s(key, since_s, now_s)
-
-    def _all_sent(self) -> bool:
-        return not len(self.retransmit_queue) and not self.paths.sender.retained
-
-    def _wake_if_flushed(self) -> None:
-        if self._flushing and self._all_sent():
-            self.state.notify_waiting()
-
-    def _broken_from_s(self, *, by_device: bool) -> float:
-        """Return the time at which waits on the link fail. `by_device`: the device path could still carry the
-        message."""
-        return math.inf if by_device and not self.state.health.over else self.state.health.broken_from_s()
-
-    def _not_sent(self, now_s: float) -> TransportError:
-        oldest = self.retransmit_queue.oldest()
-        key, since_s = (None, now_s) if oldest is None else (oldest.key, oldest.posted_s)
-        key = key if key is not None else self.paths.sender.oldest_retained()
-        assert key is not None
-        return self.error(key, since_s, now_s, receiving=False)
-
-
 def _never(*_arguments: object) -> NoReturn:
     raise AssertionError("a link with the host path only makes no device session and says no note")
 
@@ -266,7 +68,9 @@ _GREETING = MessageKey(0, Direction.ACTIVATION, (1 << 16) - 1, 0)
 class DualLink:
     """One end of the link to a peer, both directions. The supervisor brings it up.
 
-    It owns the link's lock: unless a method says otherwise, it takes the lock and calls the parts with it held.
+    It owns the lock that guards all its parts. Methods take it, unless a heading says otherwise. A writer fills
+    the outbound ring and a reader empties the inbound ring into fresh tensors. Queues keep the messages in flight, and
+    PathSwitch chooses their paths.
     """
 
     def __init__(
@@ -289,16 +93,34 @@ class DualLink:
         self.opening = 1
         """Number of this opening of the link; agreed on before it comes up."""
         self._settings = settings
-        signal = arrival_signal if arrival_signal is not None else ArrivalSignal()
-        self._lock = threading.Lock()
-        self._parts = parts = LinkParts(
-            threads or LinkThreads(),
-            *(self._lock, ends, settings, device, signal, opens_s, second, self, self._payload_ready),
+        self._arrival_signal = arrival_signal if arrival_signal is not None else ArrivalSignal()
+        self._has_device_path = second is not None
+        if second is None:
+            second = SecondPath(PathSettings(), _never, ControlChannel(_never))
+        threads = LinkThreads() if threads is None else threads
+        self._lock = lock = threading.Lock()
+        wire = WIRES.get(settings.transport)  # None: which it is to be has not been settled
+        self._state = state = HostLinkState(
+            ends, lock, settings.grace_s, one_network=wire is None or wire.one_network, opens_s=opens_s
         )
-        self._state, self._health = parts.state, parts.state.health
-        self._copies, self._receive_queue = parts.copies, parts.receive_queue
-        self._writer, self._reader = parts.writer, parts.reader
-        self._paths, self._device = parts.paths, parts.device_path
+        self._health = state.health
+        self._retransmit_queue = RetransmitQueue(settings.window_messages, settings.window_nbytes)
+        self._receive_queue = ReceiveQueue()
+        due = self._receive_queue.due
+        # To write means to wait for copies of a device: a thread that does cannot serve other links.
+        writing = threads.writing if device is None else WritingThread(f"adaptra-host-send-{ends.peer}")
+        self._writer = HostLinkWriter(writing, lock, state, self._retransmit_queue, due, settings.timeout_s)
+        pooled_nbytes = settings.pooled_nbytes
+        self._copies = copies_for(device, link=str(ends), pooled_nbytes=pooled_nbytes, on_ready=self._payload_ready)
+        self._reader = HostLinkReader(threads.reading, lock, state, self._copies, self._writer, due, self, settings)
+        limits = {"meeting_s": second.settings.probe_limit_s, "timeout_s": settings.timeout_s}
+        self._device = DevicePath(second.make_group, self, **limits)
+        host = self._retransmit_queue, self._copies, self._writer
+        self._paths = PathSwitch(threads.writing, lock, state, second, host, self._device)
+        self._micro_batches: int | None = None
+        """Number of micro-batches of each replica, to name messages."""
+        self._awaited: MessageKey | None = None
+        self._flushing = False
         self._writer.task.start()
         self._reader.task.start()
 
@@ -311,7 +133,7 @@ class DualLink:
 
     def begin(self) -> None:
         """Bring up the device path, if the link has one. Until then all messages take the host path."""
-        if self._parts.has_device_path:
+        if self._has_device_path:
             self._paths.task.start()
 
     def fail(self, cause: str) -> None:
@@ -339,14 +161,14 @@ class DualLink:
         """Send the greeting, the first message over the host path. Raises the errors of `post_send`."""
         outgoing, now_s = self._outgoing(_GREETING, greeting), time.monotonic()
         with self._lock:
-            self._parts.check_usable(_GREETING, now_s, receiving=False)
-            self._parts.host.send(_GREETING, outgoing, 0, now_s)
+            self._check_usable(_GREETING, now_s, receiving=False)
+            self._paths.send_by_host(_GREETING, outgoing, 0, now_s)
 
     def receive_greeting(self, greeting: torch.Tensor, deadline_s: float) -> None:
         """Receive the peer's greeting and wait until it has this end's. Raises TransportError if they differ."""
         with self._lock:
-            self._parts.ask_for(_GREETING, time.monotonic())
-        received, _times = self._wait(_GREETING, deadline_s)
+            self._ask_for(_GREETING, time.monotonic())
+        received, _times = self.wait(_GREETING, deadline_s)
         if not torch.equal(received, greeting):
             raise TransportError(
                 f"{self.ends.here}, link {self.ends.direction(receiving=True)}: the greeting of {greeting.nbytes} "
@@ -360,29 +182,29 @@ class DualLink:
         """
         outgoing, now_s = self._outgoing(key, tensor), time.monotonic()
         with self._lock:
-            self._parts.check_usable(key, now_s, receiving=False)
+            self._check_usable(key, now_s, receiving=False)
             path = self._paths.send(key, outgoing, now_s)
             # Taken with the lock, done without: NCCL may block in a send, and threads of this link need the lock
             # meanwhile.
             work = self._paths.take_prompt()
-        self._paths.do(work)
+        self._device.perform(work)
         return MessageTimes(key, self.ends.peer, now_s, now_s, tensor.nbytes, path)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Set shape and dtype of the messages to come, which the device path does not transmit."""
         with self._lock:
-            self._parts.micro_batches = specification.micro_batches
+            self._micro_batches = specification.micro_batches
             self._paths.describe(specification)
 
     def post_receive(self, key: MessageKey) -> None:
         """Post a receive. Raises TransportError if the link has failed and the message has not arrived."""
         now_s = time.monotonic()
         with self._lock:
-            self._parts.check_usable(key, now_s, receiving=True)
+            self._check_usable(key, now_s, receiving=True)
             self._paths.receive(key)
-            self._parts.ask_for(key, now_s)
+            self._ask_for(key, now_s)
             work = self._paths.take_prompt()
-        self._paths.do(work)
+        self._device.perform(work)
 
     def prefer(self, path: Path) -> None:
         """Prefer `path` while it is healthy, from the next message that both ends agree on."""
@@ -394,7 +216,7 @@ class DualLink:
         with self._lock:
             self._paths.measure(self._copies.device)
             work = self._paths.take_prompt()
-        self._paths.do(work)
+        self._device.perform(work)
 
     def take_probes(self) -> list[ProbeTimes]:
         """Return the probe bursts that have ended since the last call."""
@@ -404,7 +226,7 @@ class DualLink:
     def path_counters(self) -> PathCounters | None:
         """Return counters for reports and tests; None for a link with the host path only."""
         with self._lock:
-            return self._paths.counters() if self._parts.has_device_path else None
+            return self._paths.counters() if self._has_device_path else None
 
     def ready(self, key: MessageKey) -> bool:
         """Return whether the message has arrived."""
@@ -416,15 +238,24 @@ class DualLink:
         Raises TransportError for a message that cannot come any more.
         """
         with self._lock:
-            return self._parts.attend(keys, since_s)
+            now_s = time.monotonic()
+            again_s = math.inf
+            for key in keys:
+                until_s = self.given_up_from_s(key)
+                if now_s >= until_s and key not in self._receive_queue:
+                    raise self._error(key, self._receive_queue.posted_s(key), now_s, receiving=True)
+                again_s = min(again_s, until_s, self.look_again_s(key, since_s, now_s))
+            return again_s
 
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         """Return a posted message. Raises TransportError if it cannot come any more, or at `deadline_s`."""
-        return self._wait(key, deadline_s)
-
-    def _wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         with self._lock:
-            arrival, posted_s = self._parts.wait(key, deadline_s)
+            self._awaited = key
+            arrived = self._reader.wait_for(lambda: key in self._receive_queue, deadline_s, key)
+            self._awaited = None
+            if not arrived:
+                raise self._error(key, self._receive_queue.posted_s(key), time.monotonic(), receiving=True)
+            arrival, posted_s = self._receive_queue.pop(key)
         # Without the lock: it may make the device's stream wait.
         tensor = arrival.receipt.take()
         path = Path.DEVICE if arrival.sequence is None else Path.HOST
@@ -433,7 +264,11 @@ class DualLink:
     def flush(self, deadline_s: float) -> None:
         """Wait until the peer has acknowledged all messages. Raises TransportError at `deadline_s`."""
         with self._lock:
-            self._parts.flush(deadline_s)
+            self._flushing = True
+            flushed = self._reader.wait_for(self._all_sent, deadline_s)
+            self._flushing = False
+            if not flushed:
+                raise self._not_sent(time.monotonic())
 
     def close(self) -> None:
         """Send the last acknowledgements and FIN, unless the link was aborted, and end the threads. May be called
@@ -458,7 +293,7 @@ class DualLink:
     def unacknowledged(self) -> int:
         """Number of messages kept for a possible resend."""
         with self._lock:
-            return len(self._parts.retransmit_queue)
+            return len(self._retransmit_queue)
 
     @property
     def stale(self) -> int:
@@ -489,14 +324,24 @@ class DualLink:
         self._copies.use_rings(outbound, inbound)
         with self._lock:
             self.sessions += 1
-            self._parts.begin(Session(outbound, inbound, give_up))
+            self._state.begin(Session(outbound, inbound, give_up))
+            self._health.up()
+            # The former session's rings are gone, with everything in them.
+            self._retransmit_queue.rewind()
+            self._writer.task.wake()
+            self._reader.task.wake()
+            self._paths.host_changed(up=True)
         if self.sessions > 1:
             logger.info("link %s, to %s: the host path is up again", self.ends, self.ends.there)
 
     def disconnected(self, cause: str) -> None:
         """End the session of the host path, or record that one did not begin."""
         with self._lock:
-            self._parts.end(cause)
+            self._health.down(cause, time.monotonic())
+            self._state.session = None
+            self._state.note_end(cause)
+            self._state.state_changed.notify_all()
+            self._paths.host_changed(up=False)
 
     # Called by the control connection (the "line").
 
@@ -537,7 +382,7 @@ class DualLink:
         """Process a note of the control connection; return the number below which all have arrived."""
         with self._lock:
             try:
-                return self._parts.on_note_received(number, packet)
+                return self._on_note(number, packet)
             except ValueError as cause:
                 self._state.fail(f"{self.ends.there} sent an invalid message: {cause}")
                 return 0
@@ -557,12 +402,109 @@ class DualLink:
         with self._lock:
             key = self._paths.arrived(session, tensor.nbytes, arrived_s)
             if key is not None:
-                self._parts.deliver(key, MessageArrival(None, self._copies.receive_on_device(tensor), arrived_s))
+                self._deliver(key, MessageArrival(None, self._copies.receive_on_device(tensor), arrived_s))
             self._paths.settle()
 
     def device_failed(self, as_sender: bool, session: int, cause: str) -> None:
         with self._lock:
             self._paths.failed(as_sender, session, cause)
+
+    # Called by the reader, with the lock held.
+
+    def take(self, event: Event, receipt: Receipt | None) -> None:
+        """Handle an event of the inbound ring. Raises ValueError for an invalid one."""
+        if receipt is not None:
+            self._deliver(key_of(event), MessageArrival(event.sequence, receipt, event.arrived_s))
+        elif event.kind == Event.Kind.ACK:
+            self._paths.acknowledged(event.sequence)
+            self._wake_if_flushed()
+            # The acknowledgement may have made room in the window.
+            if self._retransmit_queue.next_to_write() is not None:
+                self._writer.task.wake()
+        elif event.kind == Event.Kind.BYE:
+            self._state.fin_received = True
+            self._state.on_fin()
+        elif event.kind == Event.Kind.REPEATED:
+            self._receive_queue.arrive_again(event.sequence)
+        else:
+            # Notes and probes have no receive to wait for, so they are acknowledged at once.
+            self._receive_queue.due.append(event.sequence)
+            if not is_probe(event):
+                self._on_note(*note_of(event))
+            elif self._has_device_path:
+                self._paths.probed(event.iteration, event.arrived_s)
+            else:
+                raise ValueError("a probe, but this link has one path only")
+
+    def given_up_from_s(self, key: MessageKey | None) -> float:
+        """Return the time at which waiting for `key` (None: for all sends) fails."""
+        if key is not None:
+            return self._broken_from_s(by_device=self._paths.receiver.expects(key))
+        return self._broken_from_s(by_device=self._paths.sender.device_healthy and not len(self._retransmit_queue))
+
+    def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
+        """Return when to check again a wait that began at `since_s`."""
+        return self._paths.look_again_s(key, since_s, now_s)
+
+    # With the lock held.
+
+    def _check_usable(self, key: MessageKey, now_s: float, *, receiving: bool) -> None:
+        """Raise TransportError if no path can carry `key`, unless it is to be received and has already arrived."""
+        by_device = self._paths.receiver.alive if receiving else self._paths.sender.device_healthy
+        if now_s >= self._broken_from_s(by_device=by_device) and not (receiving and key in self._receive_queue):
+            raise self._error(key, now_s, now_s, receiving=receiving)
+
+    def _ask_for(self, key: MessageKey, now_s: float) -> None:
+        """Post the receive of `key`."""
+        if key not in self._receive_queue:
+            self._reader.ask(key)
+        self._receive_queue.post(key, now_s)
+        if self._receive_queue.due:
+            self._writer.acknowledge()
+
+    def _deliver(self, key: MessageKey, arrival: MessageArrival) -> None:
+        """Take in a message that arrived by either path."""
+        if not self._receive_queue.arrive(key, arrival):
+            return
+        # For waits on several links; `notify_waiting` is for a wait on this link alone.
+        self._arrival_signal.arrived(key)
+        if key == self._awaited:
+            self._state.notify_waiting()
+
+    def _on_note(self, number: int, packet: bytes) -> int:
+        """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""
+        if not self._has_device_path:
+            raise ValueError(f"note {number}, but this link has one path only")
+        acknowledged_below = self._paths.on_note_received(number, packet)
+        self._wake_if_flushed()
+        return acknowledged_below
+
+    def _all_sent(self) -> bool:
+        return not len(self._retransmit_queue) and not self._paths.sender.retained
+
+    def _wake_if_flushed(self) -> None:
+        if self._flushing and self._all_sent():
+            self._state.notify_waiting()
+
+    def _broken_from_s(self, *, by_device: bool) -> float:
+        """Return the time at which waits on the link fail. `by_device`: the device path could still carry the
+        message."""
+        return math.inf if by_device and not self._health.over else self._health.broken_from_s()
+
+    def _error(self, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
+        """Return the error for a message that has been in flight since `since_s`."""
+        doing = "waited for" if receiving else "could not send"
+        explained = self._has_device_path and not self._health.over
+        also = self._paths.device_in_words(receiving=receiving) if explained else ""
+        spelled = key.spelled(self._micro_batches)
+        return self._health.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
+
+    def _not_sent(self, now_s: float) -> TransportError:
+        oldest = self._retransmit_queue.oldest()
+        key, since_s = (None, now_s) if oldest is None else (oldest.key, oldest.posted_s)
+        key = key if key is not None else self._paths.sender.oldest_retained()
+        assert key is not None
+        return self._error(key, since_s, now_s, receiving=False)
 
     # Without the lock.
 

@@ -18,7 +18,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -50,70 +49,6 @@ from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecificat
 logger = logger_of(__name__)
 
 
-class DeviceSide:
-    """Actions of a link on its device path. Callers hold the link's lock, except for `do`."""
-
-    def __init__(
-        self, state: HostLinkState, sender: Sender[Computed], receiver: Receiver[TensorSpecification], path: DevicePath
-    ) -> None:
-        self._state, self._sender, self._receiver, self._path = state, sender, receiver, path
-        self._work = DeviceWork()
-        self._nothing = DeviceWork()
-        self._end_logged = {True: False, False: False}
-
-    @property
-    def pending(self) -> bool:
-        """Return whether actions are pending."""
-        return bool(self._work)
-
-    def add(
-        self, sender: SenderEffects[Computed], receiver: ReceiverEffects[TensorSpecification], *, header: bool
-    ) -> None:
-        """Add the actions of sender and receiver. `header`: whether messages need a header with their shape."""
-        work = self._work
-        work.sends += [(send, header) for send in sender.sends]
-        work.receives += receiver.receives
-        work.begin += [(True, session) for session in sender.begin] + [(False, session) for session in receiver.begin]
-        work.end += [(True, session) for session in sender.end] + [(False, session) for session in receiver.end]
-
-    def take_prompt(self) -> DeviceWork:
-        """Return the actions that never wait; the others stay pending."""
-        work = self._work
-        if not work:
-            return self._nothing
-        # Sends and receives at once, so that the training's later work is behind them on the device. To create or end a
-        # session may wait.
-        self._work = DeviceWork(begin=work.begin, end=work.end)
-        return DeviceWork(sends=work.sends, receives=work.receives)
-
-    def take_all(self) -> DeviceWork:
-        """Return all pending actions."""
-        work, self._work = self._work, DeviceWork()
-        for as_sender, _session in work.end:
-            self._log_end(as_sender)
-        return work
-
-    def do(self, work: DeviceWork) -> None:
-        """Perform the actions. Call without the lock."""
-        for send, header in work.sends:
-            self._path.send(send, header=header)
-        for receive in work.receives:
-            self._path.receive(receive)
-        for as_sender, session in work.begin:
-            self._path.begin(as_sender, session)
-        for as_sender, session in work.end:
-            self._path.end(as_sender, session)
-
-    def _log_end(self, as_sender: bool) -> None:
-        half = self._sender if as_sender else self._receiver
-        level = logging.WARNING if half.was_healthy else logging.INFO
-        if self._state.finished or (self._end_logged[as_sender] and not half.was_healthy):
-            level = logging.DEBUG  # tried again and again, as between two stages on one GPU
-        self._end_logged[as_sender] = True
-        link = self._state.ends.direction(receiving=not as_sender)
-        logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, half.cause)
-
-
 _CONFIRMS = 1 << 63
 """Bit that marks an acknowledgement of the device path: session, and number of its messages that have arrived."""
 _COUNT_BITS = 40
@@ -124,96 +59,6 @@ def confirmation(sequence: int) -> tuple[int, int] | None:
     if not sequence & _CONFIRMS:
         return None
     return (sequence & ~_CONFIRMS) >> _COUNT_BITS, sequence & ((1 << _COUNT_BITS) - 1)
-
-
-class HostSide:
-    """Actions of a link on its host path. Callers hold the link's lock."""
-
-    def __init__(
-        self,
-        state: HostLinkState,
-        retransmit_queue: RetransmitQueue,
-        copies: Copies,
-        writer: HostLinkWriter,
-        due: deque[int],
-        channel: ControlChannel,
-    ) -> None:
-        """`due`: sequence numbers that `writer` must acknowledge."""
-        self._state, self._retransmit_queue, self._copies, self._writer = state, retransmit_queue, copies, writer
-        self._due, self._channel = due, channel
-
-    def send(self, key: MessageKey, message: Computed, number: int, now_s: float) -> None:
-        """Send a message. Raises TransportError if the device failed."""
-        self._writer.enqueue(key, self._copies.stage(message), number, now_s)
-
-    def acknowledged(self, sequence: int) -> None:
-        """Release the message of this sequence number, which the peer has."""
-        message = self._retransmit_queue.acknowledge(sequence)
-        if message is not None and message.key is None and not message.probe:
-            self._channel.acknowledged(message.number)
-
-    def send_note(self, note: Note, now_s: float) -> None:
-        """Send a note; `channel` keeps it until the peer has acknowledged it."""
-        packet = packed(note)
-        number = self._channel.post(packet, now_s)
-        payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
-        self._writer.enqueue(None, payload, number, now_s)
-
-    def confirm(self, session: int, received: int, now_s: float) -> None:
-        """Acknowledge the first `received` messages of a device session; by note while the host path is down."""
-        # Acknowledgements are entries of the ring, which is gone with the session; a note may use the control
-        # connection.
-        if self._state.session is None:
-            self.send_note(Received(session, received), now_s)
-            return
-        self._due.append(_CONFIRMS | session << _COUNT_BITS | received)
-        self._writer.acknowledge()
-
-    @property
-    def can_probe(self) -> bool:
-        """Return whether a probe would be sent at once, with no probe before it."""
-        return self._state.session is not None and not self._retransmit_queue.probing
-
-    def send_probe(self, message: Computed, number: int, now_s: float) -> None:
-        """Send a probe."""
-        try:
-            self._writer.enqueue(None, self._copies.stage(message), number, now_s, probe=True)
-        except TransportError as cause:
-            self._state.health.fail(str(cause))
-
-    def move(self, effects: SenderEffects[Computed], now_s: float) -> None:
-        """Move messages between the two paths, as the sender's effects require."""
-        if not effects.withdrawals and not effects.resends:
-            return
-        waiting = {message.number: message for message in self._retransmit_queue.messages(elsewhere=True)}
-        for number in effects.withdrawals:
-            self._retransmit_queue.send_elsewhere(waiting[number])
-        for message in effects.resends:
-            # It was on the host path before: part of it may have arrived there, under its old sequence number.
-            if message.number in waiting:
-                self._retransmit_queue.send_after_all(waiting[message.number])
-            else:
-                self._send_again(message, now_s)
-        self._state.notify_waiting()
-
-    def unacknowledged(self) -> list[Posted[Computed]]:
-        """Return the host path's unacknowledged messages, for the device path; none if the device has failed."""
-        try:
-            return [
-                Posted(message.number, message.key, message.payload.computed())
-                for message in self._retransmit_queue.messages()
-                if message.key is not None
-            ]
-        except TransportError as cause:
-            self._state.fail(str(cause))
-            return []
-
-    def _send_again(self, message: Posted[Computed], now_s: float) -> None:
-        # Perhaps not in the training thread: the link's failed health raises the error there.
-        try:
-            self.send(message.key, message.payload, message.number, now_s)
-        except TransportError as cause:
-            self._state.health.fail(str(cause))
 
 
 _TICK_S = 0.05
@@ -230,7 +75,8 @@ class SecondPath:
 
 
 class PathSwitch:
-    """Path selection of a link. Callers hold the link's lock, except for `do`.
+    """Path selection of a link, and its actions on both paths. Callers hold the link's lock, unless a method says
+    otherwise.
 
     Until `task` runs, all messages take the host path.
     """
@@ -241,9 +87,10 @@ class PathSwitch:
         lock: threading.Lock,
         state: HostLinkState,
         second: SecondPath,
-        host: HostSide,
-        device: DevicePath,
+        host: tuple[RetransmitQueue, Copies, HostLinkWriter],
+        device_path: DevicePath,
     ) -> None:
+        """`host`: parts of the host path."""
         self.settings = second.settings
         self.sender: Sender[Computed] = Sender(second.settings, lambda message: message.tensor.nbytes, is_computed)
         self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
@@ -252,9 +99,12 @@ class PathSwitch:
         self._lock = lock
         self._acting: threading.Thread | None = None
         """Performs slow actions on the device path."""
-        self._state, self._host, self._device_path, self._channel = state, host, device, second.channel
-        self._device = DeviceSide(state, self.sender, self.receiver, device)
-        self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, host.send_probe)
+        self._state, self._device_path, self._channel = state, device_path, second.channel
+        self._retransmit_queue, self._copies, self._writer = host
+        self._work, self._nothing = DeviceWork(), DeviceWork()
+        """Actions on the device path that are due."""
+        self._end_logged = {True: False, False: False}
+        self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, self._send_probe)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._usual_nbytes = 0
         self._measured: list[ProbeTimes] = []
@@ -266,8 +116,12 @@ class PathSwitch:
         self._usual_nbytes = message.tensor.nbytes
         posted, path = self.sender.post(key, message)
         if path is Path.HOST:
-            self._host.send(key, message, posted.number, now_s)
+            self._writer.enqueue(key, self._copies.stage(message), posted.number, now_s)
         return path
+
+    def send_by_host(self, key: MessageKey, message: Computed, number: int, now_s: float) -> None:
+        """Send a message by the host path. Raises TransportError if the device failed."""
+        self._writer.enqueue(key, self._copies.stage(message), number, now_s)
 
     def receive(self, key: MessageKey) -> None:
         """Post the receive of the next message, for either path."""
@@ -282,20 +136,23 @@ class PathSwitch:
             return
         if self.sender.path is Path.HOST:
             self.sender.measure(self._usual_nbytes)
-        elif self._host.can_probe and not self._host_probes.under_way:
+        elif self._state.session and not self._retransmit_queue.probing and not self._host_probes.under_way:
             nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=device)
             self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
 
     def take_prompt(self) -> DeviceWork:
-        """Return the actions that the calling thread must `do` at once; another thread does the others."""
+        """Return the actions that the calling thread must have the device path `perform` at once, without the lock;
+        another thread does the others.
+        """
         self._settle_effects()
-        work = self._device.take_prompt()
+        work = self._work
+        if not work:
+            return self._nothing
+        # Sends and receives at once, so that the training's later work is behind them on the device. To create or end a
+        # session may wait.
+        self._work = DeviceWork(begin=work.begin, end=work.end)
         self._wake_if_pending()
-        return work
-
-    def do(self, work: DeviceWork) -> None:
-        """Perform device-path actions. Without the lock."""
-        self._device.do(work)
+        return DeviceWork(sends=work.sends, receives=work.receives)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Set shape and dtype of the messages to come."""
@@ -363,13 +220,13 @@ class PathSwitch:
     def acknowledged(self, sequence: int) -> None:
         """Handle an acknowledgement: of a host-path message, or of a device session's messages."""
         if (confirmed := confirmation(sequence)) is None:
-            self._host.acknowledged(sequence)
+            self._acknowledged_by_host(sequence)
         else:
             self._confirmed(*confirmed)
 
     def probed(self, number: int, arrived_s: float) -> None:
         """Answer a probe that arrived by the host path."""
-        self._host.send_note(HostProbed(number, arrived_s), time.monotonic())
+        self._send_note(HostProbed(number, arrived_s), time.monotonic())
 
     def on_note_received(self, number: int, packet: bytes) -> int:
         """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""
@@ -442,7 +299,7 @@ class PathSwitch:
         self._wake_if_pending()
 
     def _wake_if_pending(self) -> None:
-        if self._device.pending:
+        if self._work:
             self.task.wake()
 
     def _settle_effects(self) -> None:
@@ -453,17 +310,78 @@ class PathSwitch:
         sender, self.sender.effects = self.sender.effects, SenderEffects()
         receiver, self.receiver.effects = self.receiver.effects, ReceiverEffects()
         for note in (*sender.notes, *receiver.notes):
-            self._host.send_note(note, now_s)
+            self._send_note(note, now_s)
             if isinstance(note, Open):
                 level = logging.INFO if self.sender.failures else logging.DEBUG  # after a failure it is news
                 link = self._state.ends.direction(receiving=False)
                 logger.log(level, "link %s: messages go by the device path", link)
         if receiver.confirm is not None:
-            self._host.confirm(*receiver.confirm, now_s)
+            self._confirm(*receiver.confirm, now_s)
         if sender.measured is not None:
             self._measured += sender.measured.times(self._state.ends.peer)
-        self._host.move(sender, now_s)
-        self._device.add(sender, receiver, header=self._specification.shape is None)
+        self._move(sender, now_s)
+        work, header = self._work, self._specification.shape is None
+        work.sends += [(send, header) for send in sender.sends]
+        work.receives += receiver.receives
+        work.begin += [(True, session) for session in sender.begin] + [(False, session) for session in receiver.begin]
+        work.end += [(True, session) for session in sender.end] + [(False, session) for session in receiver.end]
+
+    def _acknowledged_by_host(self, sequence: int) -> None:
+        message = self._retransmit_queue.acknowledge(sequence)
+        if message is not None and message.key is None and not message.probe:
+            self._channel.acknowledged(message.number)
+
+    def _send_note(self, note: Note, now_s: float) -> None:
+        """Send a note; `channel` keeps it until the peer has acknowledged it."""
+        packet = packed(note)
+        number = self._channel.post(packet, now_s)
+        payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
+        self._writer.enqueue(None, payload, number, now_s)
+
+    def _confirm(self, session: int, received: int, now_s: float) -> None:
+        """Acknowledge the first `received` messages of a device session; by note while the host path is down."""
+        # Acknowledgements are entries of the ring, which is gone with the session; a note may use the control
+        # connection.
+        if self._state.session is None:
+            self._send_note(Received(session, received), now_s)
+        else:
+            self._writer.acknowledge(_CONFIRMS | session << _COUNT_BITS | received)
+
+    def _send_probe(self, message: Computed, number: int, now_s: float) -> None:
+        try:
+            self._writer.enqueue(None, self._copies.stage(message), number, now_s, probe=True)
+        except TransportError as cause:
+            self._state.health.fail(str(cause))
+
+    def _move(self, effects: SenderEffects[Computed], now_s: float) -> None:
+        """Move messages between the two paths, as the sender's effects require."""
+        if not effects.withdrawals and not effects.resends:
+            return
+        waiting = {message.number: message for message in self._retransmit_queue.messages(elsewhere=True)}
+        for number in effects.withdrawals:
+            self._retransmit_queue.send_elsewhere(waiting[number])
+        for message in effects.resends:
+            # It was on the host path before: part of it may have arrived there, under its old sequence number.
+            if message.number in waiting:
+                self._retransmit_queue.send_after_all(waiting[message.number])
+                continue
+            try:
+                self.send_by_host(message.key, message.payload, message.number, now_s)
+            except TransportError as cause:  # perhaps not in the training thread: the failed health raises it there
+                self._state.health.fail(str(cause))
+        self._state.notify_waiting()
+
+    def _unacknowledged(self) -> list[Posted[Computed]]:
+        """Return the host path's unacknowledged messages, for the device path; none if the device has failed."""
+        try:
+            return [
+                Posted(message.number, message.key, message.payload.computed())
+                for message in self._retransmit_queue.messages()
+                if message.key is not None
+            ]
+        except TransportError as cause:
+            self._state.fail(str(cause))
+            return []
 
     # What threads do.
 
@@ -483,10 +401,10 @@ class PathSwitch:
         if not state.finished:
             # 0 means up, so a path that has gone down in this moment needs a positive time.
             down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)
-            self.sender.tick(now_s, down_s, self._host.unacknowledged)
+            self.sender.tick(now_s, down_s, self._unacknowledged)
         self._settle_effects()
         self._channel.send_overdue(now_s)
-        if self._device.pending and self._acting is None:
+        if self._work and self._acting is None:
             self._acting = DeviceThread(self._act, f"adaptra-path-{state.ends.peer}")
             self._acting.start()
         until_s = self._channel.overdue_from_s
@@ -497,8 +415,19 @@ class PathSwitch:
     def _act(self) -> None:
         while True:
             with self._lock:
-                if self._state.closing or not self._device.pending:
+                if self._state.closing or not self._work:
                     self._acting = None
                     return
-                work = self._device.take_all()
-            self._device.do(work)
+                work, self._work = self._work, DeviceWork()
+                for as_sender, _session in work.end:
+                    self._log_end(as_sender)
+            self._device_path.perform(work)
+
+    def _log_end(self, as_sender: bool) -> None:
+        half = self.sender if as_sender else self.receiver
+        level = logging.WARNING if half.was_healthy else logging.INFO
+        if self._state.finished or (self._end_logged[as_sender] and not half.was_healthy):
+            level = logging.DEBUG  # tried again and again, as between two stages on one GPU
+        self._end_logged[as_sender] = True
+        link = self._state.ends.direction(receiving=not as_sender)
+        logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, half.cause)

@@ -65,6 +65,8 @@ class HostLinkWriter:
         self._writing = False
         self._cause = ""
         """Cause of the last FAILED or CORRUPTED outcome."""
+        self._reached = 0
+        """Offset in its message at which the last PART or FULL outcome ended."""
         self._full: Session | None = None
         """Session whose ring had no room left."""
         self._fin_until_s: float | None = None
@@ -75,12 +77,18 @@ class HostLinkWriter:
         self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
     ) -> None:
         """Post a message; with `key` None, a note or probe."""
-        message = self._retransmit_queue.post(key, payload, number, now_s, probe=probe)
-        if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
+        message, session = self._retransmit_queue.post(key, payload, number, now_s, probe=probe), self._state.session
+        small = payload.inline and payload.nbytes <= INLINE_NBYTES
+        # Notes go first, and the window may be full. While the thread writes, no other may: a ring has one producer.
+        if session is None or self._writing or not small or self._retransmit_queue.next_to_write() is not message:
             self.task.wake()
+            return
+        self._retransmit_queue.mark_written(message)
+        self._settle(session, message, self._write(session, message, 0.0))
 
-    def acknowledge(self) -> None:
-        """Write due acknowledgements, or wake the thread to do so."""
+    def acknowledge(self, *more: int) -> None:
+        """Write due acknowledgements and these, or wake the thread to do so."""
+        self._due.extend(more)
         session = self._state.session
         # The thread writes without the lock; a ring has one producer at a time.
         if self._writing or session is None:
@@ -89,18 +97,6 @@ class HostLinkWriter:
         for _ in range(len(self._due)):
             sequence = self._due.popleft()
             self._settle(session, sequence, self._write(session, sequence, 0.0))
-
-    def _write_at_once(self, message: Outgoing) -> bool:
-        """Write the message, without waiting, if it is next and small; return whether it was next."""
-        session = self._state.session
-        if session is None or self._writing or not message.payload.inline:
-            return False
-        # Notes go first, and the window may be full.
-        if self._retransmit_queue.next_to_write() is not message:
-            return False
-        self._retransmit_queue.mark_written(message)
-        self._settle(session, message, self._write(session, message, 0.0))
-        return True
 
     def _next_step(self) -> Work[None] | Ring | float | None:
         session = self._state.session
@@ -144,10 +140,11 @@ class HostLinkWriter:
                 session.outbound.write_ack(work, min(deadline_s, time.monotonic() + PATIENCE_S))
             else:
                 begun_at = work.written_nbytes
-                work.written_nbytes = work.payload.write(session.outbound, _description(work), deadline_s, begun_at)
-                if work.written_nbytes <= work.payload.nbytes:
-                    return _Outcome.PART if work.written_nbytes > begun_at else _Outcome.FULL
+                self._reached = work.payload.write(session.outbound, _description(work), deadline_s, begun_at)
+                if self._reached <= work.payload.nbytes:
+                    return _Outcome.PART if self._reached > begun_at else _Outcome.FULL
         except TimeoutError:
+            self._reached = 0
             return _Outcome.FULL
         except TransportError as cause:
             self._cause = str(cause)
@@ -178,6 +175,8 @@ class HostLinkWriter:
                 # Order does not matter: each acknowledges its own message.
                 self._due.append(work)
             else:
+                # In this session only: the next one begins with the whole message.
+                work.written_nbytes = max(work.written_nbytes, self._reached)
                 self._retransmit_queue.mark_unwritten(work)
             self.task.wake()
 

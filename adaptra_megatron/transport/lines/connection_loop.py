@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-_ENDS_S = 1.0
+_ENDS_S = 5.0
 """Longest wait for the thread to end once nothing is left to serve."""
 
 

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training process has a handful of Python threads, in the middle of a pipeline too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from thread_ranks import THREADS
+
+PROGRAM = str(Path(__file__).with_name("thread_ranks.py"))
+IN_GLOO = "adaptra-device-receive-"
+"""Threads in which gloo's waits block: one for each neighbour."""
+FOR_A_WHILE = {"adaptra-connecting", "adaptra-meet", "adaptra-blocking"}
+OF_LINKS = {"adaptra-connections", "adaptra-links-receive", "adaptra-links-send"}
+"""For any number of peers: tests/transport/test_links_between_pipelines.py counts them with three."""
+MOST = 5
+"""Beside the main thread and those in gloo."""
+
+
+@pytest.mark.timeout(150)
+def test_an_interior_rank_has_few_threads(start_ranks: Callable[..., Any]) -> None:
+    arguments = (
+        "--pipeline-model-parallel-size 3 --num-layers 3 --global-batch-size 6 --mock-data --hidden-size 32 "
+        "--no-gradient-accumulation-fusion --seq-length 16 --train-iters 6"
+    )
+    results = start_ranks(3, [PROGRAM, *arguments.split()], timeout_s=120.0)
+    (line,) = (each for each in results[1].output.splitlines() if each.startswith(THREADS))
+    names = line.removeprefix(THREADS).split()
+    standing = [name for name in names if not name.startswith(IN_GLOO) and name not in FOR_A_WHILE]
+    assert set(standing) >= OF_LINKS
+    assert len(standing) <= MOST, names

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that trains with --adaptra: `thread_ranks.py TRAINING_ARGUMENTS...` writes the names of its threads.
+
+Counted is what stands at the begin of the last iteration, without threads that other packages started.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+THREADS = "threads: "
+
+
+def main(arguments: list[str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    from testing.megatron.megatron_on_cpu import install
+
+    install(with_fused_weight_gradient=True)
+    from adaptra_megatron.patches import enable
+
+    from adaptra_megatron.config import AdaptraConfig
+    from testing.training.process_groups import join_job, leave_job, set_up_groups
+    from testing.training.train import Trainer
+    from testing.training.training_arguments import check_arguments, parse_arguments
+
+    args = parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments])
+    check_arguments(args, join_job(args))
+    set_up_groups(args)
+
+    def count(iteration: int) -> None:
+        if iteration == args.train_iters - 1:
+            names = sorted(thread.name for thread in threading.enumerate())
+            sys.stdout.write(f"{THREADS}{' '.join(name for name in names if name.startswith('adaptra-'))}\n")
+
+    applied = enable(AdaptraConfig())
+    Trainer(args, (count,), applied.runtime).run()
+    applied.undo()
+    leave_job()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
