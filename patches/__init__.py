@@ -21,7 +21,16 @@ check_one_checkout(adaptra_megatron.__file__, __file__)
 
 from adaptra_megatron.patches.always import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES  # noqa: E402
 from adaptra_megatron.patches.application import AppliedPatches, check_versions, enable, in_force  # noqa: E402
+from adaptra_megatron.patches.cuda_graphs import CAPTURE_PATCHES  # noqa: E402
 from adaptra_megatron.patches.table import Patch, PatchError  # noqa: E402
 
-__all__ = ["PATCHES", "TRAINING_PATCHES", "WATCHING_PATCHES", "AppliedPatches", "Patch", "PatchError"]
+__all__ = [
+    "CAPTURE_PATCHES",
+    "PATCHES",
+    "TRAINING_PATCHES",
+    "WATCHING_PATCHES",
+    "AppliedPatches",
+    "Patch",
+    "PatchError",
+]
 __all__ += ["check_versions", "enable", "in_force"]

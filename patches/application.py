@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.patches.always import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES
+from adaptra_megatron.patches.cuda_graphs import CAPTURE_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
 
 from adaptra_megatron import __version__
@@ -125,8 +126,11 @@ def enable(
     from megatron.core.tensor_parallel import layers
 
     from adaptra_megatron.engine.runtime import AdaptraRuntime
+    from adaptra_megatron.megatron.compat import captures_again
     from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
+    if captures_again():
+        optional += CAPTURE_PATCHES
     runtime = AdaptraRuntime(config, WeightGradientQueue(layers), decorate, groups=groups, hooks=hooks)
     applied = AppliedPatches(config, runtime, decorate, hooks)
     try:

@@ -20,6 +20,8 @@ GRADIENT_SYNC_SUPPORTED = ">=0.16,<0.21"
 SYNC_MODE_SUPPORTED = ">=0.16,<0.18"
 """For --adaptra-sync-mode. From 0.18 on replicas also meet for statistics of packed sequences, and from 0.19 on losses
 are summed over groups that are looked up once."""
+CAPTURE_SUPPORTED = ">=0.16,<0.21"
+"""For CUDA graphs of Transformer Engine: earlier releases capture once and cannot drop what they captured."""
 STAGGERED_OPTIMIZER_SUPPORTED = ">=0.14,<0.17"
 """For --adaptra-staggered-optimizer: later releases have other steps in ChainedOptimizer.step and clipping."""
 

@@ -36,6 +36,7 @@ All of it, made from the tables in the code by `scripts/write_docs.py`. Nothing 
 def patches_page() -> str:
     """docs/patches.md. Imports Megatron."""
     from adaptra_megatron.patches import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES
+    from adaptra_megatron.patches.cuda_graphs import CAPTURE_PATCHES
     from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
     from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
 
@@ -54,6 +55,7 @@ def patches_page() -> str:
                 *STAGGERING_PATCHES,
                 *UPDATE_PATCHES,
                 *WATCHING_PATCHES,
+                *CAPTURE_PATCHES,
             )
         ],
     )

@@ -155,6 +155,8 @@ class StageMeasurement:
     """Bytes of the messages of each micro-batch with messages, those with another replica's cells included."""
     work: tuple[str, ...] = ()
     """By chunk: text that describes its layers, equal for equal work."""
+    switch_s: float = 0.0
+    """Seconds that another order of forwards and backwards would cost this rank, as the last time; 0.0 if none."""
 
     @cached_property
     def _columns(self) -> tuple[npt.NDArray[Any], ...]:
@@ -258,6 +260,7 @@ def stage_measurement(
     nbytes: Mapping[int, int] | None = None,
     idle: tuple[int, float] | None = None,
     work: tuple[str, ...] = (),
+    switch_s: float = 0.0,
 ) -> StageMeasurement:
     """Return one rank's measurement. `clock_offset_s`: seconds to add to its local times.
 
@@ -291,6 +294,7 @@ def stage_measurement(
         disturbance=disturbance,
         nbytes=nbytes or {},
         work=work,
+        switch_s=switch_s,
     )
 
 

@@ -235,6 +235,8 @@ class Dispatcher:
         """
         self.keeps_plan = False
         """True if a policy makes all stages run the plan."""
+        self.fixed = False
+        """True if layers are captured in the plan's order, for the whole job."""
         self._asked, self._aborted = mode, False
         self._mode, self._transport, self._team = mode, transport, team
         self._timeout_s, self._ranks = timeout_s, ranks
@@ -303,6 +305,7 @@ class Dispatcher:
         peers = _peers(program)
         if (
             self.keeps_plan
+            or self.fixed
             or not self._sees(peers)
             or (self._on_gpu and self._team is not None and not self.all_by_host_path)
         ):

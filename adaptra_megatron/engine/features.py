@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from adaptra_megatron.common.environment import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.engine.captured_iterations import LayerCapture
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def make_features(
             from adaptra_megatron.elastic.process_group_manager import refuse_restarted
 
             refuse_restarted(config.reroute)
-    features += [SplitEngineLayers(queue), EngineFeature(GuardedOrder)]
+    features += [SplitEngineLayers(queue), EngineFeature(GuardedOrder), LayerCapture(queue)]
     if decorate is not None:
         features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))
     if config.profile_ranges:

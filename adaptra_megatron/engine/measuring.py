@@ -234,6 +234,8 @@ class Measuring:
         self._hooks = hooks
         self.unsettled: EndedIteration | None = None
         """Latest iteration, until its measurements are passed on."""
+        self.switch_s = 0.0
+        """See StageMeasurement."""
 
     def settle(self, exchange: PlanExchange, steering: FixedPaths) -> None:
         """Pass on and trace the measurements of the latest iteration; wait for the device if it is still busy with it.
@@ -286,5 +288,6 @@ class Measuring:
             nbytes=nbytes,
             idle=(ended.iteration, ended.begun_s),
             work=self._work,
+            switch_s=self.switch_s,
         )
         exchange.post(ended.training_iteration, measurement)

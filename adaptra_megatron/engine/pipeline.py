@@ -369,6 +369,11 @@ class Pipeline:
         self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
         self._first.begin(call)
 
+    def switched(self, seconds: float, disturbance: str | None) -> None:
+        """Tell the planner how long a switch to another order takes. `disturbance`: of this iteration's timings."""
+        self._measuring.switch_s = seconds
+        self._disturbance = disturbance or self._disturbance
+
     def run(
         self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
     ) -> IterationReport:

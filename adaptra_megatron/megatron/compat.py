@@ -18,7 +18,7 @@ import megatron.core
 import torch
 from megatron.core import enums, parallel_state, process_groups_config
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer import cuda_graphs, multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 
 
@@ -41,6 +41,9 @@ DIFFERENCES = (
     Difference("schedules and finalize_model_grads take `force_all_reduce`", "0.16", "the parameter of the schedule"),
     Difference("backward_step takes no model_type", "0.17", "its parameters"),
     Difference("ModelType has no encoder_and_decoder", "0.17", "the attribute"),
+    Difference(
+        "CUDA graphs of layers can be dropped and captured again", "0.16", "`TECudaGraphHelper.delete_cuda_graphs`"
+    ),
     Difference(
         "finalize_model_grads reads `tp_dp_cp` of the groups", "0.18", "the field of ProcessGroupCollection (from 0.16)"
     ),
@@ -155,6 +158,11 @@ def is_encoder_decoder(model: torch.nn.Module) -> bool:
     """Return whether `model` is of the encoder-and-decoder type; False in releases without that type."""
     both = getattr(enums.ModelType, "encoder_and_decoder", None)
     return both is not None and schedules.get_model_type(model) == both
+
+
+def captures_again() -> bool:
+    """Return whether CUDA graphs of layers can be dropped and captured again."""
+    return hasattr(getattr(cuda_graphs, "TECudaGraphHelper", None), "delete_cuda_graphs")
 
 
 def has_sharded_weight(ctx: Any) -> bool:

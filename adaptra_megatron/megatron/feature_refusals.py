@@ -15,12 +15,14 @@ from adaptra_megatron.megatron.refusals import (
     UnsupportedFeatureError,
     combines,
     either,
+    graphs_of,
     has_experts,
     refuse_settings,
     setting,
 )
 
 _GRAPH = "--optimizer-cuda-graph"
+_CAPTURED = "CUDA graphs (--cuda-graph-impl)"
 _REPLAYED = "a step that was captured is replayed as it was, and what is decided anew for each would be left out"
 _NOT_COPIED = "the copies by which a step is taken back would lack its state"
 STAGGERING = (
@@ -63,6 +65,11 @@ STAGGERING = (
     Refusal("--use-precision-aware-optimizer", setting("use_precision_aware_optimizer"), _NOT_COPIED),
     Refusal("--optimizer-cpu-offload", setting("optimizer_cpu_offload"), _NOT_COPIED),
     Refusal(_GRAPH, setting("optimizer_cuda_graph"), _REPLAYED),
+    Refusal(
+        _CAPTURED,
+        lambda config: graphs_of(config) != "none",
+        "they are captured where gradients are zero, before an iteration that may have to be repeated",
+    ),
 )
 """Features that --adaptra-staggered-optimizer does not support."""
 
@@ -198,6 +205,11 @@ RECOVERY = (
         _GRAPH,
         setting("optimizer_cuda_graph"),
         "a captured step sums up norms over process groups that a rank which fails takes with it",
+    ),
+    Refusal(
+        _CAPTURED,
+        lambda settings: graphs_of(settings) != "none",
+        "a graph has captured process groups that a rank which fails takes with it",
     ),
     Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation",

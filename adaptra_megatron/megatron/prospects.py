@@ -17,6 +17,7 @@ from adaptra_megatron.megatron.feature_refusals import errors_of_flags
 from adaptra_megatron.megatron.gradients.split_rules import SplitRule, expected_layers, rule_for
 from adaptra_megatron.megatron.refusals import (
     combines,
+    graphs_of,
     kept_in_order,
     pipeline_stages,
     refused_of,
@@ -82,7 +83,7 @@ def prospects_of(settings: Any) -> Prospects:
         for name in in_order
     ]
     if splits:
-        features += [*_whole(whole), *_recompute(settings), *_twice(settings), *_draws(settings)]
+        features += [*_whole(whole), *_captured(settings), *_recompute(settings), *_twice(settings), *_draws(settings)]
     split = sum(layer.number for layer in layers if layer.name not in whole) if splits else 0
     total = sum(layer.number for layer in layers)
     effects = {feature.effect for feature in features}
@@ -123,6 +124,16 @@ def _recompute(settings: Any) -> list[Feature]:
         "measured, and where no memory is left for a W that waits"
     )
     return [Feature("--recompute-granularity full", "runs", reason, "--adaptra-memory-fraction for more room")]
+
+
+def _captured(settings: Any) -> list[Feature]:
+    if graphs_of(settings) == "none":
+        return []
+    reason = (
+        "layers are captured in the plan's order, and again for each plan that moves their forwards or backwards, "
+        "which is charged to it; every stage keeps to the plan"
+    )
+    return [Feature("CUDA graphs (--cuda-graph-impl transformer_engine)", "runs", reason, "none")]
 
 
 def _twice(settings: Any) -> list[Feature]:

@@ -47,15 +47,25 @@ def either(*names: str) -> Callable[[Any], bool]:
 
 combines = setting("overlap_moe_expert_parallel_comm")
 """Whether Megatron trains with combined 1F1B."""
+
+
+def graphs_of(config: Any) -> str:
+    """Return what makes CUDA graphs (--cuda-graph-impl), by old names, too; "none" if nothing does."""
+    found = str(getattr(config, "cuda_graph_impl", None) or "none")
+    if found == "none" and getattr(config, "external_cuda_graph", False):
+        return "transformer_engine"
+    return "local" if found == "none" and getattr(config, "enable_cuda_graph", False) else found
+
+
 has_experts = either("num_experts", "num_moe_experts")
 REFUSALS = (
     Refusal(
-        "CUDA graphs (--cuda-graph-impl)",
+        "CUDA graphs (--cuda-graph-impl) other than Transformer Engine's, or with combined 1F1B",
         lambda config: (
-            (getattr(config, "cuda_graph_impl", None) or "none") != "none"
-            or bool(getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
+            graphs_of(config) not in ("none", "transformer_engine")
+            or (graphs_of(config) != "none" and bool(getattr(config, "overlap_moe_expert_parallel_comm", False)))
         ),
-        "a captured graph fixes the order of actions that is re-planned here",
+        "Transformer Engine's alone are captured in an order that can be given, and with combined 1F1B it is stock's",
         by_order=True,
     ),
     Refusal(

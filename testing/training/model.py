@@ -91,11 +91,29 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         recompute_num_layers=args.recompute_num_layers,
         recompute_modules=args.recompute_modules,
         mtp_num_layers=args.mtp_num_layers,
+        **({} if args.cuda_graph_impl == "none" else _graphs(args)),
         gradient_accumulation_fusion=fuses_weight_gradient(args),
         bias_activation_fusion=False,
         persist_layer_norm=False,
         **optional,
     )
+
+
+def _graphs(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "cuda_graph_impl": args.cuda_graph_impl,
+        "cuda_graph_scope": [] if args.cuda_graph_scope == ["full"] else args.cuda_graph_scope,
+        "cuda_graph_warmup_steps": args.cuda_graph_warmup_steps,
+    }
+
+
+def captured_layers(args: argparse.Namespace, config: TransformerConfig, model: Any, optimizer: Any) -> Any:
+    """Return Megatron's helper that captures layers as CUDA graphs; None without --cuda-graph-impl."""
+    if args.cuda_graph_impl == "none":
+        return None
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    return TECudaGraphHelper(model, config, args.seq_length, args.micro_batch_size, [optimizer])
 
 
 def fuses_weight_gradient(args: argparse.Namespace) -> bool:

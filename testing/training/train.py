@@ -20,13 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from testing.megatron.captured_graphs import emulated_graphs
 from testing.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 from testing.stock import trace_stock
 from testing.training.checkpointing import check_can_save, load_checkpoint, save_checkpoint
 from testing.training.conditions import emulate_conditions, late_rank
 from testing.training.data import Batch, build_datasets, micro_batches
 from testing.training.exact_sums import make_sums_exact
-from testing.training.model import build_config, build_model, build_optimizer
+from testing.training.model import build_config, build_model, build_optimizer, captured_layers
 from testing.training.process_groups import join_job, seed_everything, set_up_groups
 from testing.training.training_arguments import check_arguments
 
@@ -52,6 +53,8 @@ def train(args: argparse.Namespace) -> TrainingResult:
         world_size = join_job(args)
         check_arguments(args, world_size)
         set_up_groups(args)
+        if args.cuda_graph_impl != "none" and args.emulate_cpu:
+            stack.enter_context(emulated_graphs(args.num_micro_batches))
         conditions = stack.enter_context(emulate_conditions(args, world_size, late))
         if args.adaptra:
             from adaptra_megatron.patches import enable
@@ -110,6 +113,7 @@ class Trainer:
         if args.emulate_exact_sums:
             make_sums_exact(self.model, args.data_parallel_size)
         self.optimizer, self.scheduler = build_optimizer(args, self.config, self.model)
+        self._graphs = captured_layers(args, self.config, self.model, self.optimizer)
         self.iteration = load_checkpoint(args, self.model, self.optimizer, self.scheduler) if args.load else 0
         self.training_data, self.validation_data = build_datasets(args)
         device = torch.cuda.current_device()
@@ -127,6 +131,8 @@ class Trainer:
             for watcher in self._watchers:
                 watcher(self.iteration)
             started = time.perf_counter()
+            if self._graphs is not None and self.iteration == args.cuda_graph_warmup_steps:  # as Megatron's train()
+                self._capture()
             grad_norm = self._train_step(iterators)
             if self._runtime is not None and (plan := self._runtime.last_plan()) is not None:
                 self.result.plans.append(plan)
@@ -148,6 +154,16 @@ class Trainer:
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
         if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):
             self._save()
+
+    def _capture(self) -> None:
+        hooked = self.model if self.args.overlap_param_gather and self.iteration else []
+        for chunk in hooked:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        self._graphs.create_cudagraphs()
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+        if hooked:
+            self._graphs.cuda_graph_set_manual_hooks()
 
     def _rejoin(self) -> None:
         """Rejoin the job if this process replaces a failed rank."""

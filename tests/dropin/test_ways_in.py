@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from adaptra_megatron.patches import PATCHES, WATCHING_PATCHES
+from adaptra_megatron.patches import CAPTURE_PATCHES, PATCHES, WATCHING_PATCHES
 from support.start_up import STAND_IN, start
 
-ALL_PATCHES = [patch.identity for patch in (*PATCHES, *WATCHING_PATCHES)]
+ALL_PATCHES = [patch.identity for patch in (*PATCHES, *WATCHING_PATCHES, *CAPTURE_PATCHES)]
 
 
 def parsed(*command: str, **environment: str) -> Any:

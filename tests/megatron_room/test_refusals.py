@@ -24,6 +24,7 @@ from adaptra_megatron.megatron.feature_refusals import (
     RECOVERY,
     STAGGERING,
     SYNC_MODES,
+    errors_of_flags,
     refuse_arguments,
     refuse_for_recovery,
     refuse_for_staggering,
@@ -33,7 +34,14 @@ from adaptra_megatron.megatron.feature_refusals import (
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
 from adaptra_megatron.megatron.prospects import prospects_of
-from adaptra_megatron.megatron.refusals import REFUSALS, SEEN_IN_ARGUMENTS, UnsupportedFeatureError, refuse_unsupported
+from adaptra_megatron.megatron.refusals import (
+    REFUSALS,
+    SEEN_IN_ARGUMENTS,
+    UnsupportedFeatureError,
+    graphs_of,
+    refuse_unsupported,
+    refused_of,
+)
 
 try:
     from megatron.core.optimizer import layer_wise_optimizer as layer_wise
@@ -43,7 +51,6 @@ except ImportError:  # before 0.16
 SETTINGS: dict[str, tuple[Any, str]] = {
     "cuda_graph_impl": ("local", "--cuda-graph-impl"),
     "enable_cuda_graph": (True, "CUDA graphs"),
-    "external_cuda_graph": (True, "CUDA graphs"),
     "hybrid_context_parallel": (True, "--hybrid-context-parallel"),
     "fine_grained_activation_offloading": (True, "--fine-grained-activation-offloading"),
     "use_ring_exchange_p2p": (True, "use_ring_exchange_p2p"),
@@ -195,11 +202,23 @@ def test_nothing_is_refused_to_a_single_stage_unless_a_checkpoint_may_have_more(
 
 
 def test_megatrons_own_settings_switch_cuda_graphs_on_in_a_way_that_is_seen() -> None:
-    cuda_graphs = REFUSALS[0].is_on
-    for name in ("enable_cuda_graph", "external_cuda_graph"):
-        config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **{name: True})
-        assert cuda_graphs(config)
-    assert not cuda_graphs(TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2))
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    found = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+    for name, graphs in found.items():
+        for config in (TransformerConfig(**sizes, **{name: True}), SimpleNamespace(**{name: True})):
+            assert graphs_of(config) == graphs
+            assert REFUSALS[0].is_on(config) == (graphs == "local")
+    assert graphs_of(TransformerConfig(**sizes)) == "none"
+
+
+@pytest.mark.parametrize("graphs", ["local", "full_iteration", "transformer_engine"])
+def test_graphs_are_refused_where_their_order_is_not_ours(graphs: str) -> None:
+    pipeline = {"pipeline_model_parallel_size": 2, "cuda_graph_impl": graphs}
+    assert bool(refused_of(SimpleNamespace(**pipeline))) == (graphs != "transformer_engine")
+    assert refused_of(SimpleNamespace(**pipeline, overlap_moe_expert_parallel_comm=True))
+    for flags in ({"adaptra_reroute": "failures"}, {"adaptra_staggered_optimizer": True}):
+        (error,) = errors_of_flags(SimpleNamespace(**pipeline, untie_embeddings_and_output_weights=True, **flags))
+        assert "CUDA graphs (--cuda-graph-impl)" in str(error)
 
 
 def test_several_tensors_per_message_are_refused() -> None:
@@ -290,6 +309,7 @@ NOT_STAGGERED: dict[str, Any] = {
     "use_precision_aware_optimizer": True,
     "optimizer_cpu_offload": True,
     "optimizer_cuda_graph": True,
+    "cuda_graph_impl": "transformer_engine",
 }
 STAGGERED = {"rerun_mode": "disabled", "untie_embeddings_and_output_weights": True, "optimizer": "adam", "bf16": True}
 
@@ -358,6 +378,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "precision-aware": ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
     "cpu": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
     "graph": ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
+    "layers' graphs": ({"external_cuda_graph": True}, "--cuda-graph-impl"),
     "accumulation": ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
     "config's accumulation": ({"reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
     "average": ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),

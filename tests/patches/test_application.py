@@ -14,6 +14,7 @@ import megatron.core
 import pytest
 import torch
 from adaptra_megatron.patches import (
+    CAPTURE_PATCHES,
     PATCHES,
     WATCHING_PATCHES,
     AppliedPatches,
@@ -96,7 +97,7 @@ class TestTable:
 class TestEnabling:
     def test_all_targets_are_replaced_and_put_back(self, stock: list[Any]) -> None:
         applied = enable(AdaptraConfig())
-        assert applied.identities == tuple(patch.identity for patch in (*PATCHES, *WATCHING_PATCHES))
+        assert applied.identities == tuple(patch.identity for patch in (*PATCHES, *WATCHING_PATCHES, *CAPTURE_PATCHES))
         assert all(ours is not theirs for ours, theirs in zip(in_place(), stock, strict=True))
         assert isinstance(vars(layers.LinearWithGradAccumulationAndAsyncCommunication)["backward"], staticmethod)
         for pp_size, vp_size, theirs in ((2, None, stock[0]), (2, 2, stock[1]), (1, None, stock[2])):
@@ -131,7 +132,7 @@ class TestEnabling:
         monkeypatch.setitem(sys.modules, train.__name__, train)
         applied = enable(AdaptraConfig())
         assert getattr(train, name) is getattr(schedules, name) is not stock[0]
-        assert applied.identities == tuple(patch.identity for patch in (*PATCHES, *WATCHING_PATCHES))
+        assert applied.identities == tuple(patch.identity for patch in (*PATCHES, *WATCHING_PATCHES, *CAPTURE_PATCHES))
         applied.undo()
         assert getattr(train, name) is stock[0]
 

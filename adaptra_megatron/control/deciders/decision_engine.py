@@ -27,6 +27,7 @@ from adaptra_megatron.control.deciders.decider import (
 from adaptra_megatron.control.deciders.path_decider import PathDecider
 from adaptra_megatron.control.deciders.plan_state import PLANNING_S, Caps, Layout, PlanState
 from adaptra_megatron.control.deciders.route_decider import LiveCellDecider, RouteDecider
+from adaptra_megatron.control.deciders.switch_costs import DeferredSwitch
 from adaptra_megatron.control.decisions import Decision, Forecast, Order, PackedFigures, Paths, TelemetrySection
 from adaptra_megatron.control.detector.detector import Detector
 from adaptra_megatron.control.detector.observations import (
@@ -309,7 +310,7 @@ class OrderDecider:
         """Set up. `book`: holds the order that runs before the first plan. `running`: the order decided before; None
         if none."""
         self._book, self._telemetry = book, telemetry
-        self._replanner = Replanner(book.layout)
+        self._replanner, self._switch = Replanner(book.layout), DeferredSwitch()
         self._running: dict[int, Schedule] = {}
         """By number of micro-batches."""
         if running is not None:
@@ -334,7 +335,12 @@ class OrderDecider:
             for found in context.findings
             if not isinstance(found.subject, LinkId) or found.subject in relevant
         ]
-        chosen, made = self._replanner.decide(costs, current, why, context.reasons)
+        chosen, made = self._switch.decide(
+            self._replanner.decide(costs, current, why, context.reasons),
+            current,
+            max(each.switch_s for each in context.latest),
+            urgent=bool(costs.stages_over_cap(peak_in_flight(current, costs.released_at_backward_input))),
+        )
         if made is None:
             # Here, because it takes long: there is no new plan that would be late.
             if (wanted := self._replanner.worth_of_memory()) is not None:

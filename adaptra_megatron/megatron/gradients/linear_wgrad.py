@@ -138,6 +138,8 @@ class WeightGradientQueue:
         """Weights whose gradients are left to stock."""
         self._streams: set[Any] = set()
         """Streams of split backwards: several with Megatron's moe_shared_expert_overlap."""
+        self.lent: set[int] = set()
+        """Addresses of memory that CUDA graphs will overwrite before weight gradients are computed."""
         self.computed = 0
         """Number of weight gradients computed so far, which proves that backwards were split."""
 
@@ -179,6 +181,11 @@ class WeightGradientQueue:
                 if parameter.grad is stand_in:  # autograd did not come by
                     parameter.grad = None
             self._stand_ins.clear()
+
+    def owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` to keep: a copy if it is in memory that is only lent."""
+        plain = bool(self.lent) and type(tensor) is torch.Tensor
+        return tensor.clone() if plain and tensor.untyped_storage().data_ptr() in self.lent else tensor
 
     def add(self, gradient: DelayedGradient) -> None:
         """Delay `gradient`; only in a split backward."""
@@ -259,9 +266,9 @@ class WeightGradientQueue:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
         gradient = LinearWeightGradient(
             layers=self._layers,
-            input=layer_input,
+            input=self.owned(layer_input),
             weight=weight,
-            grad_output=grad_output,
+            grad_output=self.owned(grad_output),
             fused_main_grad=ctx.main_grad if ctx.gradient_accumulation_fusion else None,
             gather_group=ctx.tp_group if ctx.sequence_parallel else None,
         )

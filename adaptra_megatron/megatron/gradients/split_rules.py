@@ -50,6 +50,8 @@ class LayerFacts:
     """True if another operation adds its bias."""
     deferred: bool = False
     """True if Megatron computes its weight gradients in its own queue (--defer-embedding-wgrad-compute)."""
+    captured: bool = False
+    """True if it is part of a CUDA graph."""
     looked_up: bool = False
     """True if its weight is also an embedding's in the same chunk."""
 
@@ -74,6 +76,11 @@ RULES = (
     ),
     SplitRule(
         lambda f: f.deferred, "Megatron delays its weight gradients itself", "drop --defer-embedding-wgrad-compute"
+    ),
+    SplitRule(
+        lambda f: f.captured,
+        "captured as a CUDA graph, whose backward has its weight gradient",
+        "--cuda-graph-impl none, or a --cuda-graph-scope without it",
     ),
     SplitRule(
         lambda f: f.looked_up,
@@ -170,6 +177,8 @@ def expected_layers(settings: Any) -> list[Expected]:
     if setting("transformer_impl", "transformer_engine") == "local":
         numbered = [each._replace(facts=LayerFacts(kind=NATIVE)) for each in numbered]
     numbered.append(Expected("output layer", 1, _output(setting)))
+    graphed = _captured(setting)
+    numbered = [each._replace(facts=replace(each.facts, captured=graphed(each.name))) for each in numbered]
     if setting("frozen_layers", False):
         return [each._replace(facts=replace(each.facts, frozen=True)) for each in numbered]
     return numbered
@@ -208,6 +217,31 @@ def _experts(setting: _Setting) -> Iterator[tuple[str, LayerFacts]]:
     if setting("moe_shared_expert_intermediate_size"):
         for name in ("shared experts' fc1", "shared experts' fc2"):
             yield name, LayerFacts(kind="Linear", **_common(setting, elsewhere=True))
+
+
+_SHARED = ("shared experts' fc1", "shared experts' fc2")
+
+
+def _captured(setting: _Setting) -> Callable[[str], bool]:
+    """Return a test of whether Transformer Engine captures a layer of some name as part of a CUDA graph."""
+    if setting("cuda_graph_impl", "none") != "transformer_engine" and not setting("external_cuda_graph", False):
+        return lambda name: False
+    given = setting("cuda_graph_modules") or setting("cuda_graph_scope") or []
+    scope = {str(each).rpartition(".")[2] for each in (given.split(",") if isinstance(given, str) else given)} - {
+        "full"
+    }
+    inside = {
+        name
+        for part, names in {
+            "attn": ("qkv", "proj", "q_down", "q_up", "kv_down", "kv_up"),
+            "mlp": ("fc1", "fc2"),
+            "moe": ("experts' fc1", "experts' fc2", *_SHARED),
+            "moe_router": () if setting("moe_shared_expert_overlap", False) else _SHARED,
+        }.items()
+        if part in scope
+        for name in names
+    }
+    return lambda name: name in inside if scope else name not in ("output layer", "MTP's joining layer")
 
 
 def _output(setting: _Setting) -> LayerFacts:

@@ -16,8 +16,8 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class CollectingStore:
         for index, switch in enumerate(_IN_USERBUFFERS):
             if getattr(self._layer, switch, False):
                 tensor_list[index] = tensor_list[index].clone()
+        tensor_list[:] = [self._queue.owned(each) for each in tensor_list]
         self._queue.add(EngineWeightGradient(self, tensor_list, func))
         for name, parameter in self._parameters():
             # With fusion, weights get a stand-in from Transformer Engine itself.
@@ -142,11 +143,12 @@ class EngineLayers:
         split: Counter[str] = Counter()
         whole: Counter[str] = Counter()
         layers: list[Any] = [module for model in model_chunks for module in model.modules()]
+        captured = set(captured_modules(layers, config))
         for layer in layers:
             base = _class_of_engine(layer)
             if base is None or isinstance(getattr(layer, "wgrad_store", None), CollectingStore):
                 continue
-            reason = why_whole(layer, base, config)
+            reason = why_whole(layer, base, config, captured=layer in captured)
             if reason is not None:
                 whole[f"{base.__name__} ({reason})"] += 1
                 continue
@@ -165,11 +167,20 @@ class EngineLayers:
         self._layers.clear()
 
 
-def why_whole(layer: Any, base: Any, config: Any) -> str | None:
+def captured_modules(layers: Sequence[torch.nn.Module], config: Any) -> Iterator[torch.nn.Module]:
+    """Iterate over the modules that Transformer Engine captures as parts of CUDA graphs."""
+    if getattr(config, "cuda_graph_impl", None) == "transformer_engine":
+        for layer in layers:
+            parts = getattr(layer, "_get_submodules_under_cudagraphs", None)
+            for part in () if parts is None else parts():
+                yield from part.modules()
+
+
+def why_whole(layer: Any, base: Any, config: Any, *, captured: bool = False) -> str | None:
     """Return why the backward of `layer` is not split; None if it is. `base`: Transformer Engine's class of
-    the layer.
+    the layer. `captured`: see LayerFacts.
     """
-    rule = rule_for(facts_of(layer, base, config))
+    rule = rule_for(replace(facts_of(layer, base, config), captured=captured))
     return None if rule is None else rule.reason
 
 

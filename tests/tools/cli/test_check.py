@@ -41,6 +41,14 @@ JOBS: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "plain": ({}, "starts", "all", 33),
     "local layers": ({"transformer_impl": "local", "add_bias_linear": True}, "starts", "all", 33),
     "CUDA graphs": ({"cuda_graph_impl": "local"}, "refused", "none", 0),
+    "graphs of attention": (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "moe_router", "moe_preprocess"]},
+        *("starts with less", "some", 17),
+    ),
+    "graphs of layers": (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full"},
+        *("starts with less", "some", 1),
+    ),
     "no CUDA graphs": ({"cuda_graph_impl": None}, "starts", "all", 33),
     "combined 1F1B": (
         {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run iterations whose layers are captured as CUDA graphs: see megatron.captured_layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.common.log import is_first_rank, logger_of
+from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
+from adaptra_megatron.megatron.compat import captures_again
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.schedule.ir import Kind, Schedule
+
+if TYPE_CHECKING:
+    from adaptra_megatron.engine.iteration_work import Work
+    from adaptra_megatron.engine.pipeline import Pipeline
+    from adaptra_megatron.megatron.captured_layers import CapturedLayers, Order
+    from adaptra_megatron.megatron.computation import StageComputation
+    from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
+    from adaptra_megatron.megatron.megatron_call import PipelineCall
+
+logger = logger_of(__name__)
+
+CAPTURED = "CUDA graphs captured just before, for another order"
+"""Name of the disturbance in the timings of such an iteration."""
+
+
+class LayerCapture(EngineFeature):
+    """Layers that are captured as CUDA graphs."""
+
+    def __init__(self, queue: WeightGradientQueue) -> None:
+        """`queue`: see CapturedLayers."""
+        super().__init__()
+        self._queue = queue
+
+    @functools.cached_property
+    def layers(self) -> CapturedLayers:
+        """The layers, for a job that captures any."""
+        from adaptra_megatron.megatron.captured_layers import CapturedLayers
+
+        return CapturedLayers(self._queue)
+
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
+        """See EngineFeature."""
+        return CapturedIterations(pipeline, self)
+
+    def summary(self) -> Mapping[str, Any]:
+        """See EngineFeature."""
+        return {"graph_captures": self.layers.captures} if "layers" in vars(self) else {}
+
+
+class CapturedIterations(IterationHooks):
+    """Iterations of one pipeline. Its order is the plan's, and no stage leaves it."""
+
+    def __init__(self, pipeline: Pipeline, capture: LayerCapture) -> None:
+        super().__init__(pipeline)
+        self._capture = capture
+        self._layers: CapturedLayers | None = None
+        """None in a job that captures none."""
+
+    def made(self, call: PipelineCall) -> None:
+        """See IterationHooks. Raises UnsupportedFeatureError before megatron-core 0.16."""
+        captured = getattr(call.config, "cuda_graph_impl", None) == "transformer_engine"
+        if captured and not captures_again():
+            raise UnsupportedFeatureError(
+                "--adaptra does not run with --cuda-graph-impl transformer_engine on megatron-core before 0.16, which "
+                "cannot drop what it has captured, for another order. Drop one of the two, or use a later release"
+            )
+        self.pipeline.dispatcher.fixed = captured
+        self._layers = self._capture.layers if captured else None
+
+    def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
+        """See IterationHooks. Afterwards layers have their graphs again, if they ran without."""
+        try:
+            return attempt(call, number)
+        finally:
+            if self._layers is not None:
+                self._layers.resume()
+
+    def choose_work(self, work: Callable[[], Work], call: PipelineCall, schedule: Schedule) -> Work:
+        """See IterationHooks. Graphs are captured anew here if the order is not theirs.
+
+        Routed iterations run without graphs. So do evaluations, by Megatron itself.
+        """
+        chosen = work()
+        if call.forward_only or self._layers is None:
+            return chosen
+        if chosen.program.schedule is not schedule:
+            self._layers.suspend()
+        else:
+            anew = self._layers.follow(order_of(chosen))
+            self.pipeline.switched(self._layers.seconds, CAPTURED if anew else None)
+            if anew and is_first_rank():
+                text = "CUDA graphs captured anew for plan %d, in %.1f s"
+                logger.info(text, self.pipeline.book.number, self._layers.seconds)
+        return chosen
+
+    def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """See IterationHooks."""
+        return computation if self._layers is None else self._layers.decorate(computation)
+
+
+def order_of(work: Work) -> Order:
+    """Return the order of the forwards and backwards of `work`."""
+    actions = (step.action for step in work.program.steps)
+    return tuple(
+        1 + each.chunk if each.kind is Kind.FORWARD else -1 - each.chunk
+        for each in actions
+        if each.kind is not Kind.BACKWARD_WEIGHT
+    )

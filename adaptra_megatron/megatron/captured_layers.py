@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Have layers captured as CUDA graphs in our order (--cuda-graph-impl transformer_engine), anew when the order changes.
+
+Source: `TECudaGraphHelper` of megatron/core/transformer/cuda_graphs.py (0.16 to 0.20), and Transformer Engine's
+`make_graphed_callables`. All graphs of a rank share one memory pool. A graph's memory is given to the graphs captured
+after it as soon as the order says that nothing reads it any more: results after their backward, gradients of inputs
+after the next backward. So graphs may be replayed only in the order in which they were captured; in another one they
+overwrite what others still need, and nothing says so. What has no graph, weight gradients among it, may run anywhere
+between.
+
+- Training scripts have the graphs captured once, after some iterations. The order comes from
+  `convert_schedule_table_to_order`: it gets the one that the rank runs.
+- Before an iteration in another order all graphs are dropped and captured again. That takes as long as the first time.
+- Where the order is not known beforehand, layers run without graphs: `suspended`.
+- What we keep for longer than stock does is copied out of the pool: gradients that another stage gets, as our sends do
+  not end before the next backward, and what a weight gradient is computed from later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from adaptra_megatron.megatron.compat import logged_sums
+from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
+
+Order = tuple[int, ...]
+"""Forwards and backwards of one rank: 1 + chunk for a forward, negative for a backward. Those of a chunk come in the
+order of its micro-batches."""
+
+
+class CapturedLayers:
+    """The graphs of one process's layers, and the order in which they were captured."""
+
+    def __init__(self, queue: WeightGradientQueue) -> None:
+        """`queue`: gets the addresses of results and gradients in the graphs' memory."""
+        self.captures = 0
+        """Number of captures so far, the script's own among them."""
+        self.seconds = 0.0
+        """Duration of the latest capture."""
+        self._queue = queue
+        self._replays: list[_Replay] = []
+        self._order: Order | None = None
+        """Of the latest training iteration; None before the first one."""
+        self._captured: dict[Any, Order] = {}
+        """By Megatron's helper object, of which there may be one per model."""
+        self._given: Order = ()
+        self._suspended: list[tuple[Any, list[Any]]] = []
+
+    def order_for(self, stock: Sequence[int]) -> list[int]:
+        """Return the order to capture in. `stock`: what `convert_schedule_table_to_order` returns.
+
+        A helper with fewer chunks, of an image encoder before the first one, gets these chunks' part of the order.
+        """
+        own = [each for each in self._order or () if abs(each) <= max(stock)]
+        self._given = tuple(own if sorted(own) == sorted(stock) else stock)
+        return list(self._given)
+
+    def capture(self, helper: Any, stock: Callable[[Any], None]) -> None:
+        """Capture the layers of `helper` by `stock`, its own `create_cudagraphs`."""
+        begun_s = time.monotonic()
+        self._given = ()
+        stock(helper)
+        if self._given:  # else the helper has found no layer to capture
+            self._captured[helper] = self._given
+            self._watch(helper)
+        self.captures += 1
+        self.seconds = time.monotonic() - begun_s
+
+    def follow(self, order: Order) -> bool:
+        """Prepare for an iteration in `order`: capture anew if the graphs are for another one. Return whether that was
+        so.
+
+        Call it before the first action. Gradients are zeroed, as Megatron's train_step has just done.
+
+        Collective over the ranks that share collectives inside the captured layers; they run one order.
+        """
+        self._order = order
+        stale = [
+            helper
+            for helper, captured in self._captured.items()
+            if helper.graphs_created() and captured != tuple(each for each in order if abs(each) <= max(captured))
+        ]
+        for helper in stale:
+            self._capture_anew(helper)
+        return bool(stale)
+
+    def suspend(self) -> None:
+        """Run layers without their graphs until `resume`."""
+        if self._suspended:
+            return
+        for helper in self._captured:
+            for layer in _layers(helper):
+                self._suspended.append((layer, layer.cuda_graphs))
+                layer.cuda_graphs = []
+
+    def resume(self) -> None:
+        """Undo `suspend`."""
+        while self._suspended:
+            layer, graphs = self._suspended.pop()
+            layer.cuda_graphs = graphs
+
+    def decorate(self, computation: StageComputation) -> StageComputation:
+        """Wrap `computation` once there are graphs: input gradients are in memory of their own."""
+        return _OwnedGradients(computation, self._queue) if self._captured else computation
+
+    def _watch(self, helper: Any) -> None:
+        self._queue.lent.clear()
+        self._replays = [each for each in self._replays if each.helper is not helper]
+        for layer in _layers(helper):
+            layer.cuda_graphs = [_Replay(graph, helper, self._queue.lent) for graph in layer.cuda_graphs]
+            self._replays += layer.cuda_graphs
+        for each in self._replays:
+            each.is_known = False
+
+    def _capture_anew(self, helper: Any) -> None:
+        hooked = [chunk for chunk in helper.model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+        by_hand = any(layer.cuda_graph_manual_hooks for layer in _layers(helper))
+        sums = {name: value.clone() for name, value in logged_sums().items()}  # the helper zeroes them
+        helper.delete_cuda_graphs()
+        if hasattr(helper, "_capture_finished"):  # from 0.18 on: a helper captures once
+            helper._capture_finished = False
+        for chunk in hooked:  # as Megatron's train() does around its capture
+            chunk.disable_forward_pre_hook(param_sync=False)
+        with _alone():
+            helper.create_cudagraphs()
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+        if by_hand:
+            helper.cuda_graph_set_manual_hooks()
+        for name, value in logged_sums().items():
+            if name in sums:
+                value.copy_(sums[name])
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Have torch's barrier do nothing: before 0.19 a helper has all ranks of the job wait for each other, and another
+    replica's order may stay.
+    """
+    barrier = dist.barrier
+    dist.barrier = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        dist.barrier = barrier
+
+
+def _layers(helper: Any) -> Iterator[Any]:
+    return (layer for layers in helper.callables_per_chunk for layer in layers)
+
+
+class _Replay:
+    """A layer's graphs of one micro-batch. The first replay tells where their results and gradients are."""
+
+    def __init__(self, graph: Any, helper: Any, lent: set[int]) -> None:
+        self._graph, self.helper, self._lent = graph, helper, lent
+        self.is_known = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+    def __call__(self, *given: Any, **keywords: Any) -> Any:
+        found = self._graph(*given, **keywords)
+        if not self.is_known:
+            self.is_known = True
+            results = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+            self._lend(results)
+            for node in {each.grad_fn for each in results if each.grad_fn is not None}:
+                node.register_hook(lambda gradients, _: self._lend(gradients))
+        return found
+
+    def _lend(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._lent.update(each.untyped_storage().data_ptr() for each in tensors if each is not None)
+
+
+class _OwnedGradients:
+    """StageComputation whose input gradients are in memory of their own, not in that of graphs."""
+
+    def __init__(self, computation: StageComputation, queue: WeightGradientQueue) -> None:
+        self._computation, self._queue = computation, queue
+        self.forward, self.weight_gradient = computation.forward, computation.weight_gradient
+        self.forward_backward = computation.forward_backward  # refused with graphs
+
+    def backward(self, *given: Any, **keywords: Any) -> torch.Tensor | None:
+        """See StageComputation."""
+        gradient = self._computation.backward(*given, **keywords)
+        return None if gradient is None else self._queue.owned(gradient)
