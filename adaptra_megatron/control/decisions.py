@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from adaptra_megatron.common.typed_messages import Decoder, encoded
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Schedule
-from adaptra_megatron.schedule.native import decode_orders, encode_schedule
+from adaptra_megatron.schedule.native import CODES_PER_CHUNK, decode_orders, encode_schedule
 from adaptra_megatron.telemetry.action_records import Iterations
 from adaptra_megatron.telemetry.scalars import JobFigures
 
@@ -91,42 +91,25 @@ class Order(Section):
     """By stage: the actions as numbers, see `schedule.native`."""
     costs: Costs
     """The costs it was planned for, with the caps that it keeps. All ranks post their receives by them."""
-    combined: tuple[tuple[int, ...], ...] = ()
-    """By stage: places of the forwards that run as one with the backward behind them. Empty if there are none."""
 
     def __post_init__(self) -> None:
         costs = self.costs
-        limit = 4 * costs.micro_batches * costs.chunks
+        limit = CODES_PER_CHUNK * costs.micro_batches * costs.chunks
         known = all(0 <= min(row, default=0) <= max(row, default=0) < limit for row in self.codes)
         if len(self.codes) != costs.stages or not known:
             raise ValueError(
                 f"an order of {len(self.codes)} stages, with actions that are not all below {limit}, is none for costs "
                 f"of {costs.stages} stages, {costs.micro_batches} micro-batches and {costs.chunks} chunks"
             )
-        pairs = zip(self.codes, self.combined or ((),) * costs.stages, strict=True)
-        if not all(0 <= place < len(row) for row, places in pairs for place in places):
-            raise ValueError("an order combines actions that it does not have")
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> Order:
         """Encode `schedule`, which was planned for `costs`."""
-        combined: tuple[tuple[int, ...], ...] = ()
-        if schedule.combines:
-            combined = tuple(
-                tuple(place for place, action in enumerate(order) if action.combined) for order in schedule.orders
-            )
-        return cls(tuple(map(tuple, encode_schedule(schedule))), costs, combined)
+        return cls(tuple(map(tuple, encode_schedule(schedule))), costs)
 
     def schedule(self) -> Schedule:
         """Decode the schedule."""
-        found = decode_orders(self.codes, self.costs)
-        if not self.combined:
-            return found
-        orders = [list(order) for order in found.orders]
-        for order, places in zip(orders, self.combined, strict=True):
-            for place in places:
-                order[place] = order[place]._replace(combined=True)
-        return replace(found, orders=tuple(map(tuple, orders)))
+        return decode_orders(self.codes, self.costs)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule
 # a forward that is combined with the backward behind it.
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _COMBINED = 4
+CODES_PER_CHUNK = 8
+"""Numbers of actions of one chunk's micro-batch."""
 _INDEX_OF_KIND = {kind: index for index, kind in enumerate(_KINDS)}
 
 
