@@ -122,6 +122,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
         f"{_PACKAGE}/control/detector/detector.py",
     ),
     "pipeline.md": ("benchmarks/pipeline.py", *_PLANS, *_RUNTIME),
+    "combined.md": ("benchmarks/combined.py", *_PLANS),
     "planner.md": ("benchmarks/planner.py", "tests/schedule/planner_cases.py", *_PLANS),
     "published.md": (*_in("campaigns/published", "cases.py", "simulated.py", "stream_order.py", "real.py"), *_PLANS),
     "replicas.md": ("benchmarks/replicas.py", *_PLANS, *_RUNTIME),

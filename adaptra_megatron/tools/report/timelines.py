@@ -320,9 +320,11 @@ def simulated_traces(simulation: Simulation) -> list[RankTrace]:
         records = []
         free_s = 0.0
         times = zip(order, simulation.start_s[stage], simulation.end_s[stage], strict=True)
-        for (_, kind, chunk, micro_batch, _), start_s, end_s in times:
-            records.append(ActionRecord(0, stage, str(kind), chunk, micro_batch, free_s, start_s, end_s))
-            free_s = end_s
+        behind = False  # of a combined action, the backward: that one's time is the forward's
+        for (_, kind, chunk, micro_batch, combined), start_s, end_s in times:
+            begun_s = end_s if behind else start_s
+            records.append(ActionRecord(0, stage, str(kind), chunk, micro_batch, free_s, begun_s, end_s))
+            free_s, behind = end_s, combined
         traces.append(RankTrace(rank=stage, stage=stage, records=tuple(records)))
     return traces
 
