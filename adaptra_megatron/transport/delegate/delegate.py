@@ -96,6 +96,7 @@ class Delegate:
         task.add_done_callback(self._tasks.discard)
 
     async def _close(self, request: CloseLink) -> None:
+        # First: a connection of the peer that comes meanwhile must not open the link again.
         self._closed[request.peer] = request.opening
         link = self._links.get(request.peer)
         if link is not None and link.opening <= request.opening:

@@ -54,6 +54,7 @@ class LinkSession:
     async def open(self, request: OpenLink, rings: list[Ring]) -> None:
         """Begin a session with the training process's rings. Its end, or failure, is reported as `Down`."""
         async with self._changing:
+            # Without a Down: the training process has ended that session itself.
             await self._finish(None)
             self._request, self._rings = request, rings
             if not request.connects:
@@ -122,6 +123,7 @@ class LinkSession:
         )
 
     async def _connect(self, request: OpenLink, transport: str) -> list[socket.socket]:
+        # Random, so that the peer distinguishes connections of this session from those that an earlier one left.
         session = secrets.token_bytes(handshake.SESSION_NBYTES)
         job = bytes.fromhex(self._start.job)
         lanes, wire = _lanes(request, transport), list(WIRES).index(transport)
@@ -188,6 +190,7 @@ class LinkSession:
                 self._note_failure(transport, str(cause))
             await self._finish(str(cause))
             return
+        # A session over the fallback does not count: the link would return to a wire that did not begin.
         if transport == request.transport:
             self._failures = 0
         descriptors = [wire.inbound.fd] if wire.inbound is not None else []

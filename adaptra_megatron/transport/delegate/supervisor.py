@@ -332,6 +332,7 @@ class Supervisor:
 
     def _begin(self) -> None:
         self._began_s = time.monotonic()
+        # First: it is the time of the next attempt, should this one fail.
         self._restart_s = self._began_s + self._backoff.next_s()
         try:
             self._delegate = DelegateProcess(self._start, self._listeners)
@@ -509,6 +510,7 @@ class Supervisor:
             self._send(Stop(drain_s=DRAIN_S))
             await in_thread(functools.partial(self._delegate.end, DRAIN_S + 1.0))
             self._delegate = None
+        # Only now: until it has ended, the delegate writes into these.
         for link in self._links.values():
             if link.inbound is not None:
                 link.inbound.close()

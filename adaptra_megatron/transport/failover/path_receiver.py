@@ -189,6 +189,7 @@ class Receiver(Generic[Specification]):
             self.effects.end.append(session)
             return
         current.ready = True
+        # Before all others, as the sender begins with the probes: messages of a session match by order.
         for _ in range(self._settings.probes):
             self._receive(current, _PROVES)
         self._issue()
@@ -205,6 +206,7 @@ class Receiver(Generic[Specification]):
         # Measured from the answer to the query, so it is a lower bound; 0 if the message arrived unasked.
         self._transfers.took(nbytes, now_s - current.sent_s if current.sent > current.received else 0.0)
         current.received += 1
+        # The sender's answer was about this message: the next one is asked about anew.
         current.asked_s = current.sent_s = math.inf
         current.unconfirmed_nbytes += nbytes
         due = current.received - current.confirmed
@@ -294,6 +296,7 @@ class Receiver(Generic[Specification]):
         asked_s = current.asked_s if math.isfinite(current.asked_s) else since_s
         if now_s < asked_s + settings.suspicion_s:
             return asked_s + settings.suspicion_s
+        # Again and again: the answer before may have been that the message was not sent yet.
         current.asked_s = now_s
         self.effects.notes.append(QuerySent(current.number, index))
         return now_s + settings.suspicion_s

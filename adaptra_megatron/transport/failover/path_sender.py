@@ -384,6 +384,7 @@ class Sender(Generic[Payload]):
     ) -> None:
         """Perform timed actions. `host_down_s`: how long the host path has been down; 0 while it is up."""
         if self._session is None:
+            # Without a standby session one is made only once the host path has been down for long.
             wanted = self._settings.standby or host_down_s > self._settings.host_patience_s
             if wanted and now_s >= self._rest_until_s:
                 self._sessions += 1

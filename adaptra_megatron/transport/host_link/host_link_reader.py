@@ -105,6 +105,7 @@ class HostLinkReader:
                 return False
             until_s = max(now_s, min(until_s, look_again_s))
             session = state.session
+            # A session that has ended delivers nothing more: wait for another.
             if session is None or session is ended:
                 state.state_changed.wait(until_s - now_s)
                 continue

@@ -260,5 +260,6 @@ class HostLinkState:
         if self.waiting == threading.get_ident():
             return
         self.state_changed.notify_all()
+        # A thread that waits in native code, for the ring, does not see the condition.
         if self.waiting is not None and self.session is not None:
             self.session.inbound.poke()

@@ -90,6 +90,7 @@ class ReceiveQueue:
     def _begin(self, turn: tuple[int, int]) -> None:
         """Begin another attempt: drop the messages and receives of earlier ones."""
         self._turn = turn
+        # Messages of earlier attempts are known by their turn from now on.
         self._used.clear()
         for key in [key for key in self._arrived if key.turn < turn]:
             arrival = self._arrived.pop(key)

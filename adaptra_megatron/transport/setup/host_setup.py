@@ -81,6 +81,7 @@ class HostSetup:
         if "shm" in wanted and "shm" not in self.listeners:
             self._add("shm", None)
             made.append("shm")
+        # Ranks of one host reach any TCP listener of it, those of other hosts only one on a network.
         if "tcp" in wanted and not (one_host and "tcp" in self.listeners):
             bind = self._settings.bind
             host = bind if bind is not None else listening_host(self._settings.interface, one_host=one_host)
@@ -123,6 +124,7 @@ class HostSetup:
             peer=peer,
             session=0,
             transport=transport,
+            # One end connects, and both know which.
             connects=self._layout.rank < peer,
             address=self._reached(peer, listener, offer.addresses),
             source=self._source(peer, listener),
@@ -159,6 +161,7 @@ def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -
     which names those ranks and the causes. The caller owns the listeners.
     """
     setup = HostSetup(rendezvous.layout, settings)
+    # Twice: what both ends can do decides on the wires, these on the listeners, and the listeners have addresses.
     _exchange_offers(setup, rendezvous, "hosts")
     failure: Exception | None = None
     try:

@@ -86,6 +86,7 @@ class Rendezvous:
         Raises TransportError for the first stage that does not come in time, after publishing that failure in place of
         its own entry.
         """
+        # One by one, in the same order everywhere: all stages name the same one as the first that is missing.
         since_s, stage = time.monotonic(), 0
         try:
             self._put(what, {"handed_in": mine})
