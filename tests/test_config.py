@@ -194,7 +194,7 @@ def test_saying_what_happens_anyway_is_no_contradiction() -> None:
         ("", "the CSV holds no action"),
         ("stage,action\n", "row 1, column 1: 'stage' is no action"),
         ("0F0,0B0\n1F0\n", "stage 1 B.* is missing"),
-        ("1F0,1B0\n1B1,0F0,0B0\n", "stands in rank 0's row"),
+        ("1F0,1B0\n1B1,0F0,0B0\n", "is in rank 0's row"),
         ("1F0,1B0\n0F0,0B0\n", r"it places virtual stages on stages \[1, 0\]"),
         ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n", r"stages \[0, 1, 1, 0\], but Megatron .* v modulo 2, .* not run$"),
         ("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n", "makes the stage hold 3 activations, its cap is 2"),

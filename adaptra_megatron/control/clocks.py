@@ -238,7 +238,7 @@ class ClockServer:
 
 
 class ClockFollower:
-    """Keeps this rank's clock related to that of a ClockServer."""
+    """Measures, again and again, the offset of this rank's clock to that of a ClockServer."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class RelatedClock:
         server: ClockServer | None = None,
         follower: ClockFollower | None = None,
     ) -> None:
-        """Set up. `offset_s`: the offset to the pipeline's clock if there is no follower. `to_job_s`: the offset from
+        """`offset_s`: the offset to the pipeline's clock if there is no follower. `to_job_s`: the offset from
         the pipeline's clock to the job's. `server`, `follower`: this rank's, closed with this."""
         self._offset_s, self._to_job_s = offset_s, to_job_s
         self._server, self._follower = server, follower

@@ -31,7 +31,7 @@ class SharedRequests:
     """One leader's end. Not thread-safe."""
 
     def __init__(self, store: Any, take: Callable[[], TelemetrySection] | None) -> None:
-        """Set up. `store`: a SealedStore that all leaders share. `take`: returns new requests, on the leader that gets
+        """`store`: a SealedStore that all leaders share. `take`: returns new requests, on the leader that gets
         them from users; None on the others."""
         self._store, self._take, self._number = store, take, 0
 
@@ -95,7 +95,7 @@ class SharedFindings:
     """One leader's end, if each replica has a leader of its own."""
 
     def __init__(self, store: Any, layout: JobLayout, take: Callable[[int, Event], None] | None) -> None:
-        """Set up. `store`: a SealedStore that all leaders share. `take(replica, event)`: takes in the others'
+        """`store`: a SealedStore that all leaders share. `take(replica, event)`: takes in the others'
         findings, on the leader that logs all; None on the others."""
         self._store, self._layout, self._take = store, layout, take
         self._posted: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -37,7 +37,7 @@ class LinkSteering(FixedPaths):
     """Switches the outgoing links of this rank to the decided paths. No call waits for a peer."""
 
     def __init__(self, transport: TwoPathTransport, ranks: Sequence[int], preferred: Path) -> None:
-        """Set up. `ranks`: this rank's pipeline, by stage. Links to other ranks keep their path."""
+        """`ranks`: this rank's pipeline, by stage. Links to other ranks keep their path."""
         self._transport, self._ranks, self._preferred = transport, ranks, preferred
         self._taken: dict[int, Path] = {}
 

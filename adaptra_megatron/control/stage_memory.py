@@ -98,7 +98,7 @@ class MemoryMeter:
     def __init__(
         self, source: MemorySource, fraction: float, settled_iterations: int = SETTLED_ITERATIONS, spans: int = 0
     ) -> None:
-        """Set up. `fraction`: share of the device's memory that may be in use; the rest allows for fragmentation.
+        """`fraction`: share of the device's memory that may be in use; the rest allows for fragmentation.
 
         `settled_iterations`: see SETTLED_ITERATIONS. `spans`: spans of layers that a backward recomputes one by one.
         """

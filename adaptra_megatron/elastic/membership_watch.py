@@ -101,7 +101,7 @@ def answer_liveness_check(
         2 * timeout_s,
         len(live) - len(missing),
     )
-    why = f"stood still: {len(live) - len(missing)} other ranks waited for {2 * timeout_s:.1f} s"
+    why = f"stalled: {len(live) - len(missing)} other ranks waited for {2 * timeout_s:.1f} s"
     return Stalled(missing, why, admitted)
 
 

@@ -60,7 +60,7 @@ def awaited(
 
 _MOST_NBYTES = 1 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
-"""First and longest pause between two looks: the last rank to finish an attempt writes its fate at once."""
+"""First and longest pause between two polls: the last rank to finish an attempt writes its fate at once."""
 
 
 class ProtocolStore:

@@ -23,7 +23,7 @@ _ACCUSED = "accused"
 _STORE_S = 5.0
 """Time limit of the store's answers after everything else has failed."""
 _TRACED_S = 1.0
-"""Time within which ranks whose waits began together reach their timeouts."""
+"""Longest wait for accused ranks to accuse others: timeouts of waits that began together differ by less."""
 _POLL_S = 20e-6
 _TAG = 0
 """Tag of all messages. NCCL has none: messages of a pair arrive in the order in which they are sent."""

@@ -128,7 +128,7 @@ class Costs:
             if not isinstance(value := getattr(self, name), bool):
                 raise CostError(f"{name} must be true or false, got {value!r}")
         if self.serial_queue and not self.shared_queue:
-            raise CostError("serial_queue needs shared_queue: it says how that one starts what stands in it")
+            raise CostError("serial_queue needs shared_queue: it sets how a shared queue starts its work")
 
     def _check_placement(self) -> None:
         placement = self.custom_placement

@@ -140,17 +140,17 @@ def _placement(actions: list[_Cell], stages: int, chunks: int | None, misplaced:
     """Return the placement that the rows give. Raises ScheduleError at `misplaced` if it is invalid."""
     virtual_stage = misplaced.virtual_stage
     rule = (
-        f"stands in rank {misplaced.row}'s row, but with {stages} rows Megatron places virtual stage {virtual_stage} "
+        f"is in rank {misplaced.row}'s row, but with {stages} rows Megatron places virtual stage {virtual_stage} "
         f"on rank {virtual_stage % stages} (virtual stage modulo ranks): move it there. Another placement has each "
         "virtual stage in one row, all up to the largest, and equally many in each row"
     )
     row_of: dict[int, int] = {}
     for cell in actions:
         if row_of.setdefault(cell.virtual_stage, cell.row) != cell.row:
-            raise misplaced.error(f"{rule}; virtual stage {cell.virtual_stage} stands in two")
+            raise misplaced.error(f"{rule}; virtual stage {cell.virtual_stage} is in two")
     missing = next(number for number in range(len(row_of) + 1) if number not in row_of)
     if missing < len(row_of):
-        raise misplaced.error(f"{rule}; virtual stage {missing} stands in none")
+        raise misplaced.error(f"{rule}; virtual stage {missing} is in none")
     try:
         placement = Placement(tuple(row_of[virtual] for virtual in range(len(row_of))))
     except ScheduleError as error:

@@ -61,7 +61,7 @@ class Placement:
     def __post_init__(self) -> None:
         counts = Counter(self.stage_of)
         if sorted(counts) != list(range(len(counts))) or not all(type(stage) is int for stage in counts):
-            raise ScheduleError(f"a placement names all of the stages 0, 1, ..., got {list(self.stage_of)}")
+            raise ScheduleError(f"a placement must name every stage 0, 1, ..., got {list(self.stage_of)}")
         if len(set(counts.values())) > 1:
             few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
             raise ScheduleError(

@@ -74,7 +74,7 @@ def _fail(schedule: Schedule, blocked: dict[int, Action]) -> None:
     waits = "; ".join(f"{blocked[stage]} waits for {_needed(schedule, blocked[stage])}" for stage in cycle)
     remedy = _needed(schedule, blocked[cycle[-1]])
     raise ScheduleError(
-        f"deadlock, each of these stands in its stage's order in front of what the next one waits for: {waits}. "
+        f"deadlock, each of these comes, in its stage's order, before what the next one waits for: {waits}. "
         f"{'Separate combined actions of these stages, or move' if schedule.combines else 'Move'} {remedy} in front of "
         f"{blocked[remedy.stage]}",
         stage=cycle[0],

@@ -124,7 +124,7 @@ class ExportedFigures:
         info: Mapping[str, str] | None = None,
         stage_hosts: Sequence[str] = (),
     ) -> None:
-        """Set up. `labels`: of the rank's metrics, such as rank and stage. `job_labels`: of the job's metrics. `info`:
+        """`labels`: of the rank's metrics, such as rank and stage. `job_labels`: of the job's metrics. `info`:
         values of the labels of `adaptra_info`. `stage_hosts`: host of each stage."""
         self._labels, self._job_labels = dict(labels or {}), dict(job_labels or {})
         self._info = {name: (info or {}).get(name, "") for name in METRICS["adaptra_info"].labels}

@@ -229,7 +229,7 @@ class RunLog:
     """
 
     def __init__(self, *, word: str = "", first: bool = True) -> None:
-        """Set up. `word`: prefix of lines that concern this replica alone, such as "replica 3: ". `first`: whether
+        """`word`: prefix of lines that concern this replica alone, such as "replica 3: ". `first`: whether
         this rank logs the findings of the whole job; leaders of other replicas log them at DEBUG."""
         self._word, self._first = word, first
         logger = logger_of(__name__)

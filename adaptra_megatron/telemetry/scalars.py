@@ -196,7 +196,7 @@ class ScalarWriters:
         wandb: Any = None,
         interval: int = 1,
     ) -> None:
-        """Set up. `tensorboard`: torch's SummaryWriter. `wandb`: that module, which is Megatron's writer.
+        """`tensorboard`: torch's SummaryWriter. `wandb`: that module, which is Megatron's writer.
 
         `interval`: iterations between two sets of values (Megatron's --tensorboard-log-interval).
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that stand still, found by those that run."""
+"""Stalled ranks, found by those that run."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def test_a_deadlock_around_the_ring_of_chunks_names_every_stage_of_it() -> None:
     first = schedule.orders[0]
     error = error_of(with_order(schedule, 0, (first[1], first[0], *first[2:])))
     assert str(error) == (
-        "deadlock, each of these stands in its stage's order in front of what the next one waits for: "
+        "deadlock, each of these comes, in its stage's order, before what the next one waits for: "
         "stage 0 F(micro-batch 0, chunk 1) waits for stage 2 F(micro-batch 0, chunk 0); "
         "stage 2 F(micro-batch 0, chunk 0) waits for stage 1 F(micro-batch 0, chunk 0); "
         "stage 1 F(micro-batch 0, chunk 0) waits for stage 0 F(micro-batch 0, chunk 0). "

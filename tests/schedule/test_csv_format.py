@@ -121,7 +121,7 @@ def test_chunks_can_be_more_than_the_csv_shows() -> None:
         ("0F0,(0B0;0F1)OVERLAP_F_B\n", r"column 2: '\(0B0;0F1\)OVERLAP_F_B' overlaps other actions than"),
         ("0F0,,0F\n", r"row 1, column 3: '0F' is no action"),
         ("-1F0\n", r"row 1, column 1: '-1F0' is no action"),
-        ("0F0,0B0,1F0\n1B0\n", r"row 1, column 3: '1F0' stands in rank 0's row.*virtual stage 1 on rank 1"),
+        ("0F0,0B0,1F0\n1B0\n", r"row 1, column 3: '1F0' is in rank 0's row.*virtual stage 1 on rank 1"),
         ("0F0,2F0\n1F0\n", r"row 1, column 2: '2F0' belongs to chunk 1 of rank 0, which has at most 1 chunks"),
         ("", "holds no action"),
         ("\n,\n", "holds no action"),

@@ -71,9 +71,9 @@ def test_the_placements_by_name() -> None:
     ("stage_of", "message"),
     [
         ((0, 1, 1), "stage 1 holds 2 virtual stages and stage 0 holds 1: all stages hold equally many"),
-        ((0, 2), r"names all of the stages 0, 1, ..., got \[0, 2\]"),
-        ((-1, 0), "names all of the stages"),
-        ((0.0, 1.0), "names all of the stages"),
+        ((0, 2), r"must name every stage 0, 1, ..., got \[0, 2\]"),
+        ((-1, 0), "must name every stage"),
+        ((0.0, 1.0), "must name every stage"),
     ],
 )
 def test_other_tables_are_refused(stage_of: tuple[int, ...], message: str) -> None:
@@ -100,8 +100,8 @@ def test_csv_says_the_placement(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("text", "chunks", "message"),
     [
-        ("0F0,0B0,1F0\n1B0", None, r"column 3: '1F0' stands in rank 0's row.*; virtual stage 1 stands in two"),
-        ("0F0,3F0\n1F0", None, r"column 2: '3F0' stands in rank 0's row.*; virtual stage 2 stands in none"),
+        ("0F0,0B0,1F0\n1B0", None, r"column 3: '1F0' is in rank 0's row.*; virtual stage 1 is in two"),
+        ("0F0,3F0\n1F0", None, r"column 2: '3F0' is in rank 0's row.*; virtual stage 2 is in none"),
         ("0F0,1F0,2F0\n3F0", None, r"column 2: '1F0' .*; here, stage 0 holds 3 virtual stages and stage 1 holds 1"),
         ("0F0,3F0\n1F0,2F0", 1, r"column 2: '3F0' .*; here, 2, and 1 chunks per rank are expected"),
     ],

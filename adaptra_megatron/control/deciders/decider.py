@@ -285,7 +285,7 @@ class Context:
         number: int,
         estimate_costs: Callable[[Context], Costs | None],
     ) -> None:
-        """Set up. `latest`: measurements of the last iteration. `findings`: new since the last decision. `carried`:
+        """`latest`: measurements of the last iteration. `findings`: new since the last decision. `carried`:
         the path that each link's messages took. `number`: number of the current plan."""
         self.latest, self.estimates, self.findings, self.carried = latest, estimates, findings, carried
         self.in_use = carried

@@ -307,7 +307,7 @@ class OrderDecider:
     """Decides on the order of actions. Comes last: it plans with the costs that the other deciders change."""
 
     def __init__(self, book: PlanState, telemetry: DecisionTelemetry, running: Order | None = None) -> None:
-        """Set up. `book`: holds the order that runs before the first plan. `running`: the order decided before; None
+        """`book`: holds the order that runs before the first plan. `running`: the order decided before; None
         if none."""
         self._book, self._telemetry = book, telemetry
         self._replanner, self._switch = Replanner(book.layout), DeferredSwitch()
@@ -378,7 +378,7 @@ class DecisionEngine:
         running: Decision | None = None,
         routes: RoutePolicy | None = None,
     ) -> None:
-        """Set up. `book`: holds layout, caps and the order that runs before the first plan. `paths`: None if links
+        """`book`: holds layout, caps and the order that runs before the first plan. `paths`: None if links
         have one path only. `running`: the decision of an earlier leader; None if none. `routes`: None if micro-batches
         stay in their replicas."""
         running = Decision(0) if running is None else running

@@ -175,7 +175,7 @@ class PathDecider:
     """Chooses the path of every link. Comes before the order's decider, which plans for these paths."""
 
     def __init__(self, policy: PathPolicy, telemetry: DecisionTelemetry, running: Paths | None = None) -> None:
-        """Set up. `running`: the section decided before; None if none."""
+        """`running`: the section decided before; None if none."""
         self._policy, self._telemetry = policy, telemetry
         diverted = () if running is None else running.diverted
         self._taken: dict[LinkName, Path] = dict.fromkeys(diverted, policy.preferred.other)
@@ -291,7 +291,7 @@ class ProbeSchedule:
     """Decides, once per iteration, which links probe their idle path."""
 
     def __init__(self, settings: ProbeSettings | None = None, *, burst: int) -> None:
-        """Set up. `burst`: probes in a row."""
+        """`burst`: probes in a row."""
         self._settings, self._burst = settings if settings is not None else ProbeSettings(), burst
         self._iteration = 0
         self._asked: dict[LinkName, int] = {}

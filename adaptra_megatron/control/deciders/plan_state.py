@@ -84,7 +84,7 @@ class PlanState:
     """
 
     def __init__(self, config: AdaptraConfig, layout: Layout, *, measures_memory: bool = False) -> None:
-        """Set up. `measures_memory`: whether ranks measure their memory, which gives the caps unless a user sets
+        """`measures_memory`: whether ranks measure their memory, which gives the caps unless a user sets
         one."""
         self.layout = layout
         self.measures_memory = measures_memory
@@ -184,7 +184,7 @@ class PlanState:
         return self._plans[micro_batches].schedule
 
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
-        """Return stock's order with forwards alone."""
+        """Return the schedule of an evaluation: the forwards of stock's order."""
         if micro_batches not in self._evaluation:
             layout = self.layout
             self._evaluation[micro_batches] = forward_only(

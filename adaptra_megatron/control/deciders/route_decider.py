@@ -235,7 +235,7 @@ class RouteDecider:
     def __init__(
         self, policy: RoutePolicy, stages: int, telemetry: DecisionTelemetry, running: RoutingSection | None = None
     ) -> None:
-        """Set up. `running`: the section decided before; None if none."""
+        """`running`: the section decided before; None if none."""
         self._policy, self._telemetry = policy, telemetry
         self._count = 0 if running is None else running.number
         self._present: plans.Routing | None = None
@@ -412,7 +412,7 @@ class LiveCellDecider:
     def __init__(
         self, policy: RoutePolicy, stages: int, telemetry: DecisionTelemetry, running: RoutingSection | None
     ) -> None:
-        """Set up. `running`: the section decided before, or planned when the set of live cells changed; None if
+        """`running`: the section decided before, or planned when the set of live cells changed; None if
         unknown."""
         self._policy, self._telemetry = policy, telemetry
         self._count = 0 if running is None else running.number

@@ -178,7 +178,7 @@ class Batch:
     """The values of one iteration."""
 
     def __init__(self, iteration: int, values: Array) -> None:
-        """Set up. `values`: at least one, in any order."""
+        """`values`: at least one, in any order."""
         values = np.sort(values)
         self.iteration = iteration
         self.count = len(values)

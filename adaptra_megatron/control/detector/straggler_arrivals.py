@@ -115,7 +115,7 @@ class Stragglers:
     """
 
     def __init__(self, replicas: int, stages: int) -> None:
-        """Set up, for at least two replicas."""
+        """`replicas`: at least two."""
         assert replicas > 1, "one replica waits for no other"
         self._replicas, self._stages = replicas, stages
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)

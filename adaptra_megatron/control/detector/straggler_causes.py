@@ -84,7 +84,7 @@ _RULES = (
         "queued",
         0.25,
         0.15,
-        "threads stand in line for its host's CPUs {:.0%} of the time",
+        "threads wait for its host's CPUs {:.0%} of the time",
         "start fewer data-loader workers or threads (OMP_NUM_THREADS), or give the job more CPUs",
     ),
     _Rule(

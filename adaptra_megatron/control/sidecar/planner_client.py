@@ -169,7 +169,7 @@ class NoDecisionError(RuntimeError):
     """The planner process has made no decision. Says why and what happens next; empty if that is normal."""
 
     def __init__(self, message: str, until: int | None) -> None:
-        """Set up. `until`: the latest iteration that all ranks have reported; None if unknown."""
+        """`until`: the latest iteration that all ranks have reported; None if unknown."""
         super().__init__(message)
         self.until = until
 
@@ -198,7 +198,7 @@ class PlannerClient:
         word: str = "",
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """Set up. `listener`: bound to the address that the other ranks connect to; all planner processes of this
+        """`listener`: bound to the address that the other ranks connect to; all planner processes of this
         leader use it, and this owns it from now on. `number`: returns the number of the current plan. `requests`:
         returns users' requests since the last call. `word`: prefix of the process's log lines."""
         self._begin, self._telemetry, self._word, self._patience_s = begin, telemetry, word, patience_s

@@ -328,7 +328,7 @@ class ReportServer:
     def __init__(
         self, secret: bytes, place: str, reporters: Collection[int], reported: Callable[[int, int, bytes], object]
     ) -> None:
-        """Set up. `reporters`: the ranks that it decides for; the lowest is the leader. `reported(rank, iteration,
+        """`reporters`: the ranks that it decides for; the lowest is the leader. `reported(rank, iteration,
         report)` takes in a report."""
         self._place, self._reporters, self._leader = place, frozenset(reporters), min(reporters)
         self._reported = reported
@@ -401,7 +401,7 @@ class ReportLink:
         process: str = "planner process",
         effect: str = "Its replica keeps the plan that runs until there is one",
     ) -> None:
-        """Set up. `kept`: number of reports that are sent again. `wake`: makes the thread call `keep`; called in any
+        """`kept`: number of reports that are sent again. `wake`: makes the thread call `keep`; called in any
         thread. `process`, `effect`: the peer, and the effect of a missing connection, as text for the log."""
         self._secret, self._purpose, self._wake = secret, purpose, wake
         self._process, self._effect = process, effect

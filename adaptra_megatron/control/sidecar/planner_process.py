@@ -157,7 +157,7 @@ class Planner:
     """Decides for one replica."""
 
     def __init__(self, begin: Begin, notes: PlannerNotes) -> None:
-        """Set up. Raises an error if a given plan or costs are invalid."""
+        """Raises an error if a given plan or costs are invalid."""
         config = AdaptraConfig(
             policy=begin.policy,
             max_in_flight=begin.max_in_flight,

@@ -48,7 +48,7 @@ class HostPolicy:
     """Pins helpers of one rank while it is late. Not thread-safe. In mode `observe` it only logs what it would do."""
 
     def __init__(self, mode: str, rank: int) -> None:
-        """Set up. `mode`: see --adaptra-host-policy."""
+        """`mode`: see --adaptra-host-policy."""
         self._pins, self._rank = mode == "pin", rank
         self._before: dict[int, _Before] = {}
         """By thread id."""

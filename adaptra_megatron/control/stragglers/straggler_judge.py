@@ -33,7 +33,7 @@ class StragglerDetector:
     """Finds stragglers of the whole job. Not thread-safe."""
 
     def __init__(self, names: Mapping[Cell, tuple[int, str]], log: Callable[[Event], None]) -> None:
-        """Set up. `names`: rank and host of each cell. `log`: takes findings."""
+        """`names`: rank and host of each cell. `log`: takes findings."""
         self._names, self._log = names, log
         self._replicas = 1 + max(cell.replica for cell in names)
         self._stages = 1 + max(cell.stage for cell in names)

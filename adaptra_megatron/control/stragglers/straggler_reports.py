@@ -64,12 +64,12 @@ Reports = Mapping[Cell, CellReport]
 
 
 _ITERATIONS, _LONGEST_S = 4, 120.0
-"""Iterations between two looks once all late cells are logged, and the longest pause that this makes, in seconds."""
+"""Iterations between two polls once all late cells are logged, and the longest pause that this makes, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPace:
-    """Seconds between two looks: the first pause and the longest; each is 1.5 times the one before."""
+    """Seconds between two polls: the first pause and the longest; each is 1.5 times the one before."""
 
     first_s: float
     most_s: float

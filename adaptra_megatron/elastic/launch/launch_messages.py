@@ -170,8 +170,8 @@ def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:
 # How long another process has given no sign of life, counted only while this one ran itself.
 
 MOST_AT_ONCE_S = 4 * BEAT_S
-"""Maximum silence that one look can add. A process that was stopped, or delayed by a busy machine, looks late; that
-proves nothing about its peers.
+"""Maximum silence that one observation adds. A process that was stopped, or delayed by a busy machine, observes late;
+that proves nothing about its peers.
 """
 
 

@@ -434,13 +434,13 @@ class Launcher:
                 1,
                 f"the coordinator has had no report of this host (node rank {view.node_rank}) for more than "
                 f"{timeout_s:g} s and counts its ranks as dead, so they have been ended; see whether this host, its "
-                "launcher or the network between them stood still",
+                "launcher or the network between them stalled",
             )
         if view.state.turns.get(view.node_rank, 0) > view.turn:
             return LauncherVerdict(
                 1,
                 f"this host (node rank {view.node_rank}) counted as dead, and another has taken its place meanwhile, "
-                "so its ranks have been ended; see why this host, its launcher or the network between them stood still",
+                "so its ranks have been ended; see why this host, its launcher or the network between them stalled",
             )
         outcome = view.state.outcome
         return None if outcome is None else LauncherVerdict(int(outcome.failed), outcome.text)

@@ -159,7 +159,7 @@ class Roster:
             return LaunchOutcome(True, self._failures(departed))
         if departed:
             self._note_unfinished(departed)
-            # All departures of one look make one epoch: each epoch makes the ranks regroup.
+            # All departures of one poll make one epoch: each epoch makes the ranks regroup.
             self.membership = self.membership.without(departed, time_s)
         elif self._ready:
             self.membership = self.membership.with_ready(self._ready, time_s)
@@ -209,7 +209,7 @@ class Roster:
                 rank, ending = self._rank(node, local_rank), ended.get(local_rank)
                 if rank not in live or rank in self._done_before:
                     continue
-                # Others wait for one that stands still, so its work was not done even if it has ended with status 0.
+                # Others wait for a stalled rank, so its work was not done even if it has ended with status 0.
                 # A reported ending goes before the silence of its host, since it names the cause.
                 if ending is not None and (ending.failed or rank in self.stalled):
                     before = f"{self.stalled.pop(rank)}, and " if rank in self.stalled else ""

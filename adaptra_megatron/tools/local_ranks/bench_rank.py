@@ -52,7 +52,7 @@ class Yardsticks:
     """Measurements of limits, in GB/s. Both ranks call each method at the same time; rank 0 gets the result."""
 
     def __init__(self, most_nbytes: int, lanes: int) -> None:
-        """Set up. `most_nbytes`: bytes of the largest message. `lanes`: connections of iperf3."""
+        """`most_nbytes`: bytes of the largest message. `lanes`: connections of iperf3."""
         self._lanes = lanes
         self._rank = dist.get_rank()
         self._shared = self._share(most_nbytes)

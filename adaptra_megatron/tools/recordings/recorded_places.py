@@ -196,7 +196,9 @@ def _staged(path: Path, files: Sequence[FileRanges], labels: _Labels, asked: Ask
     processes = sorted({key[0].process for key in labels})
     if len(files) == 1 and len(processes) > 1 and processes == sorted(map(str, range(len(processes)))):
         if asked.stages not in (None, len(processes)):
-            raise RecordingError(f"{path} has {len(processes)} processes and names no ranks: --stages {asked.stages}?")
+            raise RecordingError(
+                f"{path} has {len(processes)} processes and names no ranks: they are not the {asked.stages} of --stages"
+            )
         notes.append(
             f"No event names its stage: processes 0-{len(processes) - 1} are taken for stages 0-{len(processes) - 1}."
         )

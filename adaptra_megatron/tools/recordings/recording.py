@@ -158,7 +158,7 @@ class Recording:
     left_out: tuple[str, ...] = ()
     """Why other steps could not be read."""
     beginnings: tuple[Beginning, ...] = ()
-    """Starts of the parts of a run of our own, but the first."""
+    """Changes of the run, by its log: where its later parts begin."""
 
     def __post_init__(self) -> None:
         if not self.steps:

@@ -166,7 +166,7 @@ class Numbering:
     iteration."""
 
     def __init__(self, events: Iterable[StampedEvent]) -> None:
-        """Set up. `events`: the run's log. If it lacks times of iterations, as old logs do, numbers are not
+        """`events`: the run's log. If it lacks times of iterations, as old logs do, numbers are not
         converted."""
         timed = (found.event for found in events if isinstance(found.event, IterationsTimed))
         # By batch of iterations: the first one, its Megatron number, and the count.

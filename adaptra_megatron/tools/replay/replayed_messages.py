@@ -231,7 +231,7 @@ class _Exchanges:
         self._after: dict[int, list[tuple[float, ReplayCall | None]]] = defaultdict(list)
         """For both ends of each message: when its cell was ready, or the call before it."""
         self._calls: list[tuple[ReplayCall, float]] = []
-        """Each with the time at which its cell continued; infinite if unknown."""
+        """Calls, each with the time at which its cell continued; infinite if unknown."""
         self._of: dict[int, list[int]] = defaultdict(list)
         """The calls of both ends of each message."""
         for program in programs.values():

@@ -57,7 +57,7 @@ class IterationChart:
     def __init__(
         self, run: RunRecord, slow: Sequence[tuple[int, int]], marks: Sequence[Mark], counted: str = "iteration"
     ) -> None:
-        """Set up. `slow`: first and last iteration of each period in which a link was slow. `counted`: the recording's
+        """`slow`: first and last iteration of each period in which a link was slow. `counted`: the recording's
         word for an iteration."""
         self.slow = slow
         self.counted = counted

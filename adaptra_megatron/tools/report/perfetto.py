@@ -221,7 +221,7 @@ def chrome_trace(
     wall_clock_offset_s: float | None = None,
 ) -> Event:
     """Return the trace document of one run. `wall_clock_offset_s`: seconds to add to times of records to get seconds
-    since the epoch; if given, the document has its time 0 in it, as those of torch.profiler.
+    since the epoch; if given, the document also names its time 0, as torch.profiler's do.
 
     Time 0 is the run's first action, so `write_trace` can put several runs into one file for comparison, each with its
     `label` and number `run`.

@@ -77,7 +77,8 @@ USE_NAMES = {
 
 
 def mattering_pairs(findings: Sequence[PartFinding], events: Iterable[StampedEvent]) -> set[Link]:
-    """Return the pairs of stages (a < b) whose link the detector named, or whose delay cost time in some part."""
+    """Return the pairs of stages (a < b) whose link the detector named, or whose delay cost time in a part of the
+    run."""
     named = {ends_of(found.event) for found in events if isinstance(found.event, LinkDetection)}
     for finding in findings:
         named |= {

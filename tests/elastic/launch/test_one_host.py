@@ -120,7 +120,7 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
     time.sleep(1.0)  # more than a beat, so that the launcher knows
     os.kill(first, signal.SIGKILL)
     assert records.wait_beyond(0, 10.0) is not None
-    records.report(Stalled((1,), "stood still", {}))  # late: of the process that is dead
+    records.report(Stalled((1,), "stalled", {}))  # late: of the process that is dead
     second = launches.until("pid-2-1", launched)
     assert "local rank 1 was killed by SIGKILL and is started again in 1 s (1 of 4 times" in launched.output
     assert "local rank 1 ended with exit status 3 and is started again in 2 s (2 of 4 times" in launched.output
@@ -132,7 +132,7 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
         records.say_admitted({1: epoch})
         time.sleep(1.0)
         assert Path(f"/proc/{second}").exists()
-        records.report(Stalled((1,), "stood still", {1: epoch}))
+        records.report(Stalled((1,), "stalled", {1: epoch}))
         launches.until("pid-3-1", launched)
         assert "local rank 1 was killed by SIGKILL and is started again in 1 s (3 of 4 times" in launched.output
     (launches.directory / "go-on").touch()

@@ -28,7 +28,7 @@ def test_a_rank_that_stands_still_is_ended_and_outlived(launches: Launches, tmp_
     assert launched.wait(120) == 0, launched.output
     assert "rank 1 (stage 0 on" in launched.output
     assert "no answer for 10.0 s" in launched.output
-    assert "stood still: 3 other ranks waited for 10.0 s, and was killed by SIGKILL" in launched.output
+    assert "stalled: 3 other ranks waited for 10.0 s, and was killed by SIGKILL" in launched.output
     assert "recovered: interrupted work was run again" in launched.output
     assert {path.name for path in (tmp_path / "stopped").glob("rank*.pt")} == {"rank0.pt", "rank2.pt", "rank3.pt"}
 

@@ -164,13 +164,11 @@ def test_a_host_that_dies_before_all_have_come_ends_the_wait() -> None:
 def test_a_rank_that_stood_still_is_lost_for_that() -> None:
     job = Job(POLICY, 2)
     job.second()
-    job.roster.stall(Stalled((1,), "stood still: 1 other ranks waited for 10.0 s", {}))
+    job.roster.stall(Stalled((1,), "stalled: 1 other ranks waited for 10.0 s", {}))
     job.ends(0, ending(1, -9))
     assert job.live == (0,)
     assert job.roster.membership is not None
-    assert job.roster.membership.left[0].why == (
-        "stood still: 1 other ranks waited for 10.0 s, and was killed by SIGKILL"
-    )
+    assert job.roster.membership.left[0].why == ("stalled: 1 other ranks waited for 10.0 s, and was killed by SIGKILL")
 
 
 def ready(left: int, start: int) -> Readiness:
@@ -269,7 +267,7 @@ def test_a_rank_that_was_let_in_trains_on_without_those_that_it_joined() -> None
 def test_a_report_of_a_rank_that_stands_still_is_about_one_process() -> None:
     job = Job(POLICY, 2)
     job.second()
-    first, second = Stalled((1,), "stood still", {}), Stalled((1,), "stood still", {1: 2})
+    first, second = Stalled((1,), "stalled", {}), Stalled((1,), "stalled", {1: 2})
     job.roster.stall(second)
     assert job.roster.stalled == {}, "that one is not there yet"
     job.ends(0, ending(1, -9))
@@ -279,10 +277,10 @@ def test_a_report_of_a_rank_that_stands_still_is_about_one_process() -> None:
     job.roster.stall(first)
     assert job.roster.stalled == {}
     job.roster.stall(second)
-    assert (job.roster.stalled, job.roster.starts) == ({1: "stood still"}, {1: 1})
+    assert (job.roster.stalled, job.roster.starts) == ({1: "stalled"}, {1: 1})
     job.ends(0, replace(ending(1, -9), start=1))
     assert job.roster.membership is not None
-    assert job.roster.membership.left[-1].why == "stood still, and was killed by SIGKILL"
+    assert job.roster.membership.left[-1].why == "stalled, and was killed by SIGKILL"
 
 
 def test_a_rank_that_others_wait_for_though_it_ended_with_0_has_left() -> None:
@@ -290,13 +288,13 @@ def test_a_rank_that_others_wait_for_though_it_ended_with_0_has_left() -> None:
     job.second()
     job.ends(0, ending(1, 0))
     assert job.live == (0, 1, 2)
-    job.roster.stall(Stalled((1,), "stood still: 2 other ranks waited for 20.0 s", {}))
+    job.roster.stall(Stalled((1,), "stalled: 2 other ranks waited for 20.0 s", {}))
     job.second()
     assert job.live == (0, 2)
     job.ends(0, ending(0, 0), ending(2, 0))
     failed, text = job.outcome
     assert not failed
-    assert "it stood still: 2 other ranks waited for 20.0 s, and ended with exit status 0" in text
+    assert "it stalled: 2 other ranks waited for 20.0 s, and ended with exit status 0" in text
 
 
 def test_a_report_stays_small_however_often_ranks_are_started_again_and_tells_of_all_that_have_ended() -> None:

@@ -254,7 +254,7 @@ def test_an_impossible_csv_is_refused_naming_stage_and_action(write: Any, capsys
 
     assert "broken.csv: stage 2 F(micro-batch 3, chunk 0) is missing" in complaint(2, "2F3,", "")
     assert "stage 0 W(micro-batch 2, chunk 0), at position 8" in complaint(0, "0I2,0W2", "0W2,0I2")
-    assert "row 2, column 1: '2F0' stands in rank 1's row" in complaint(1, "1F0", "2F0")
+    assert "row 2, column 1: '2F0' is in rank 1's row" in complaint(1, "1F0", "2F0")
     assert "stage 0 F(micro-batch 3, chunk 0), at position 3" in refused(
         capsys, "simulate", costs, "--schedule", write("\n".join(rows), "over.csv")
     )
@@ -269,7 +269,7 @@ def test_a_deadlocked_csv_is_refused_naming_who_waits(write: Any, capsys: pytest
         {**DOCUMENT, "stages": 2, "micro_batches": 2, "links": [], "backward_input_s": 1, "backward_weight_s": 1}
     )
     assert (
-        "deadlock, each of these stands in its stage's order in front of what the next one waits for: "
+        "deadlock, each of these comes, in its stage's order, before what the next one waits for: "
         "stage 0 B(micro-batch 0, chunk 0) waits for stage 1 B(micro-batch 0, chunk 0)"
     ) in refused(capsys, "simulate", costs, "--schedule", write(csv, "deadlock.csv"))
 
