@@ -256,7 +256,7 @@ class DecisionWriter:
     """
 
     def __init__(self, write: Callable[[int, Decision, bytes | None], None], first: int = 0) -> None:
-        """Set up. `write(iteration, decision, packet)` spreads once per iteration, in ascending order; it may raise
+        """`write(iteration, decision, packet)` spreads once per iteration, in ascending order; it may raise
         RuntimeError. `packet`: None if the decision was made here. `first`: the first measured iteration."""
         self._write = write
         self._lock = threading.Lock()

@@ -79,7 +79,7 @@ class SidecarMessages(Generic[Received]):
     """Decoder of all messages of one channel in one direction."""
 
     def __init__(self, kinds: Any) -> None:
-        """Set up. `kinds`: the type of the messages, or a union of types."""
+        """`kinds`: the type of the messages, or a union of types."""
         self._decode: Decoder[Received] = Decoder(kinds, _MOST_NBYTES)
 
     def receive(self, channel: socket.socket) -> tuple[Received, bytes]:

@@ -152,7 +152,7 @@ def _closed(channel: socket.socket) -> str:
 logger = logger_of(__name__)
 
 FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.02
-"""Seconds between two looks: the first pause, the longest, and instead of that in large jobs, seconds per cell."""
+"""Seconds between two polls: the first pause, the longest, and instead of that in large jobs, seconds per cell."""
 JUDGED_FROM = UNUSUAL + LEAST // 2
 """Iterations before a cell reports and the straggler service starts. Nothing can be found earlier, and shorter jobs
 need no process."""
@@ -200,7 +200,7 @@ class StragglerWatch:
         sampler: Callable[[], HostSampler] | None = None,
         host: Callable[[], HostedChannels] | None = None,
     ) -> None:
-        """Set up. `host_policy`: see --adaptra-host-policy. `listen`: makes a socket bound to the address that the
+        """`host_policy`: see --adaptra-host-policy. `listen`: makes a socket bound to the address that the
         job's other hosts connect to. `sampler`: makes a sampler; None: of this host. Both are called in the thread.
         `host`: has the planner processes of this rank find stragglers; None if it has none."""
         self._layout, self._control, self._telemetry = layout, control, telemetry
