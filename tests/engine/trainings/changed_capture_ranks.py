@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of `testing.jobs.variants` with a change of captured layers: `changed_capture_ranks.py CHANGE REQUEST REPORT`.
 
-CHANGE: `stale`, layers are not captured anew for another order; `lent`, what is kept for longer is not copied; or a
-number, the seconds that a capture counts.
+CHANGE: `stale`, layers are not captured anew for another order; `lent`, what is kept for longer is not copied, and in
+both cases a switch counts nothing; or a number, the seconds that a capture counts.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ def _stale(layers: Any, order: tuple[int, ...]) -> bool:
     return False
 
 
-def change(name: str) -> Replacement:
+def changes(name: str) -> list[Replacement]:
     from adaptra_megatron.megatron.captured_layers import CapturedLayers
     from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
-    if name == "stale":
-        return Replacement(CapturedLayers, "follow", _stale, "graphs keep their order")
-    if name == "lent":
-        return Replacement(WeightGradientQueue, "owned", lambda queue, tensor: tensor, "it stays in graphs' memory")
-    seconds = property(lambda layers: float(name), lambda layers, value: None)
-    return Replacement(CapturedLayers, "seconds", seconds, "machines differ", may_be_absent=True)
+    parts = {
+        "stale": Replacement(CapturedLayers, "follow", _stale, "graphs keep their order"),
+        "lent": Replacement(WeightGradientQueue, "owned", lambda queue, tensor: tensor, "it stays in graphs' memory"),
+    }
+    counted_s = 0.0 if name in parts else float(name)
+    seconds = property(lambda layers: counted_s, lambda layers, value: None)
+    return [
+        *(part for key, part in parts.items() if key == name),
+        Replacement(CapturedLayers, "seconds", seconds, "machines differ", may_be_absent=True),
+    ]
 
 
 if __name__ == "__main__":
     install()
-    with Replaced([change(sys.argv[1])]):
+    with Replaced(changes(sys.argv[1])):
         variants._main(sys.argv[2:])
