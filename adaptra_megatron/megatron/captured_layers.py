@@ -78,7 +78,7 @@ class CapturedLayers:
         """Prepare for an iteration in `order`: capture anew if the graphs are for another one. Return whether that was
         so.
 
-        Call it before the first action. Gradients are zeroed, as Megatron's train_step has just done.
+        Call it before the first action. Gradients that earlier calls have accumulated stay.
 
         Collective over the ranks that share collectives inside the captured layers; they run one order.
         """
@@ -123,7 +123,9 @@ class CapturedLayers:
     def _capture_anew(self, helper: Any) -> None:
         hooked = [chunk for chunk in helper.model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
         by_hand = any(layer.cuda_graph_manual_hooks for layer in _layers(helper))
-        sums = {name: value.clone() for name, value in logged_sums().items()}  # the helper zeroes them
+        # The helper zeroes these.
+        sums = {name: value.clone() for name, value in logged_sums().items()}
+        gradients = [(each, each.to("cpu", copy=True)) for each in _gradients(helper) if each.any()]
         helper.delete_cuda_graphs()
         if hasattr(helper, "_capture_finished"):  # from 0.18 on: a helper captures once
             helper._capture_finished = False
@@ -138,6 +140,8 @@ class CapturedLayers:
         for name, value in logged_sums().items():
             if name in sums:
                 value.copy_(sums[name])
+        for gradient, value in gradients:
+            gradient.copy_(value)
 
 
 @contextmanager
@@ -151,6 +155,13 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         dist.barrier = barrier
+
+
+def _gradients(helper: Any) -> Iterator[torch.Tensor]:
+    """Yield the gradient buffers of a helper's chunks. They are zero unless a script accumulates over calls."""
+    for chunk in helper.model:
+        if hasattr(chunk, "expert_parallel_buffers"):  # it is Megatron's DistributedDataParallel
+            yield from (each.grad_data for each in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def _layers(helper: Any) -> Iterator[Any]:

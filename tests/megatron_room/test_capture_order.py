@@ -23,6 +23,9 @@ class Chunk:
 
     def __init__(self) -> None:
         self.remove_forward_pre_hook_handles = {"module": "handle"}
+        self.buffers, self.expert_parallel_buffers = [
+            [SimpleNamespace(grad_data=torch.full((3,), value))] for value in (0.0, 2.0)
+        ]
 
     def disable_forward_pre_hook(self, param_sync: bool) -> None:
         assert not param_sync
@@ -54,6 +57,9 @@ class Helper:
         self.orders.append(self._layers.order_for(self._stock))
         self.layer.cuda_graphs = [lambda hidden: (2.0 * hidden,)]
         SUMS["experts", "loss"].zero_()
+        for chunk in self.model:  # zero_grad_buffer
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.zero_()
         self._capture_finished = True
 
     def delete_cuda_graphs(self) -> None:
@@ -96,8 +102,12 @@ def test_the_order_is_the_plans_and_stocks_before_there_is_one(layers: CapturedL
 def test_all_is_as_before_once_captured_anew(layers: CapturedLayers, monkeypatch: pytest.MonkeyPatch) -> None:
     helper = Helper(layers, STOCK)
     first_capture(helper, monkeypatch)
+    chunk = helper.model[0]
+    chunk.buffers[0].grad_data.fill_(5.0)  # accumulated by an earlier call; those of experts are zero
     assert not layers.follow(tuple(STOCK))
     assert layers.follow(PLANNED)
+    assert torch.equal(chunk.buffers[0].grad_data, torch.full((3,), 5.0))
+    assert not chunk.expert_parallel_buffers[0].grad_data.any()
     assert not layers.follow(PLANNED)
     assert helper.orders == [STOCK, list(PLANNED)]
     assert helper.model[0].remove_forward_pre_hook_handles
