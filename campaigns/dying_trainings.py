@@ -20,6 +20,7 @@ from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
 from testing.jobs.fault_tolerant_jobs import Host, run_with_failures
 from testing.jobs.fork_server import ForkServer
 from testing.results import ResultsDifferError, fingerprint, relative_distances
+from testing.training.checkpointing import unreadable
 
 TRAIN_GPT = str(Path(__file__).parents[1] / "scripts/train_gpt.py")
 ITERATIONS, MICRO_BATCHES = 8, 4
@@ -101,7 +102,7 @@ class Layout:
             f"--num-layers {self.stages} --mock-data --no-gradient-accumulation-fusion --hidden-size 32 "
             f"--seq-length 16 --global-batch-size {self.micro_batches * self.replicas} "
             f"--train-iters {self.iterations} --eval-iters 1 --eval-interval {self.iterations // 2} "
-            f"--dump-state {directory} {exact} {self.adaptra} {self.flags}"
+            f"--dump-state {directory} {exact} {self.adaptra} {self.flags.format(directory=directory)}"
         )
         return [*layout.split(), *dying]
 
@@ -109,6 +110,7 @@ class Layout:
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 DROPOUT = "--calculate-per-token-loss --mock-data-padded --hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+SAVES = "--save {directory}/checkpoints --save-interval 2 --async-save --emulate-write-ms 150"
 EXPERTS = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 LARGE = "--hidden-size 1536 --ffn-hidden-size 512"
 LAYOUTS = (
@@ -123,6 +125,7 @@ LAYOUTS = (
             Layout(4, 2, flags=f"{OVERLAPPED} {INSTANCES} 2"),
             Layout(3, 2, flags=DROPOUT, exact=False),
             Layout(3, 2, flags=EXPERTS),
+            Layout(3, 2, flags=f"{OVERLAPPED} {SAVES}"),
         )
     ),
     Layout(3, 2, flags=f"{SHARDED} {CHUNKS}", iterations=6),
@@ -180,6 +183,7 @@ def problems(
     dead |= {layout.cell(each.rank) for each in late}
     rest = [each for each in rest if layout.cell(each.rank) not in dead]
     found = [f"rank {each.rank} exits with {each.returncode}" for each in rest if each.returncode]
+    found += unreadable(directory / "checkpoints")
     if found:
         return found
     prints: dict[tuple[int, int], set[str]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +72,13 @@ def _wait_for_computation_alone(stock: Callable[..., Any], runtime: AdaptraRunti
 
 
 def _save(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
     @functools.wraps(stock)
     def save_checkpoint(*given: Any, **keywords: Any) -> Any:
+        context = signature.bind(*given, **keywords).arguments.get("checkpointing_context")
         # The whole call, since it is made again if a rank fails meanwhile.
-        return runtime.save(functools.partial(stock, *given, **keywords))
+        return runtime.save(functools.partial(stock, *given, **keywords), context)
 
     return save_checkpoint
 

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from adaptra_megatron.patches.background_saves import PATCHES as BACKGROUND_PATCHES
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
 
 
 FAULT_TOLERANCE_PATCHES = (
+    *BACKGROUND_PATCHES,
     Patch(
         identity="distributed-optimizer",
         target="megatron.core.optimizer:DistributedOptimizer",

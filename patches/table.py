@@ -48,10 +48,10 @@ class Patch:
     @property
     def has_target(self) -> bool:
         """Return whether the module with the attribute is in use. A script need not use Megatron-LM's own training
-        loop.
+        loop, nor NVIDIA's resiliency extension.
         """
         module = self.target.partition(":")[0]
-        return module in sys.modules or not module.startswith("megatron.training")
+        return module in sys.modules or not module.startswith(("megatron.training", "nvidia_resiliency_ext"))
 
     def owner(self) -> tuple[Any, str]:
         """Return the object that holds the attribute, and the attribute's name. Raises PatchError if there is none."""

@@ -9,11 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import adaptra_megatron
+from adaptra_megatron.common.log import logger_of
 
+logger = logger_of(__name__)
+
+_LOOKS_S = 0.005
 _PROGRAM = (
     "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; import adaptra_megatron; del sys.path[0]; "
     "from {module} import main; main(sys.argv[2:])"
@@ -92,3 +98,44 @@ def _blocked(signals: Collection[signal.Signals]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def kill_descendants(process: BaseProcess) -> None:
+    """Kill a child process and all processes that it has started; return once none of them runs any more.
+
+    Logs those that the kernel keeps for more than ENDED_S.
+    """
+    if not process.is_alive():
+        return
+    found, seen = list[int](), [process.pid or 0]
+    while seen:
+        pid = seen.pop()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # it starts no further ones
+            found.append(pid)
+            seen += _children(pid)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.join(ENDED_S)
+    deadline_s = time.monotonic() + ENDED_S
+    while running := [pid for pid in found if _state(pid)[0] not in "ZX"]:
+        if time.monotonic() > deadline_s:
+            logger.error("the kernel keeps processes %s, which were killed: they wait for a device or disk", running)
+            return
+        time.sleep(_LOOKS_S)
+
+
+def _children(parent: int) -> list[int]:
+    pids = (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit())
+    return [pid for pid in pids if _state(pid)[1] == parent]
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return a process's state and its parent; X (dead) if there is none."""
+    try:
+        # Behind its name, which may hold anything.
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return "X", 0
+    return state, int(parent)

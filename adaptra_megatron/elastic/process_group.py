@@ -154,12 +154,12 @@ def ignores_failed_members() -> bool:
     """Return whether the collective's caller is known to fill the outputs beforehand, so that those of failed members
     may stay as they are.
     """
-    # torch.distributed's own frames lie between Megatron and this one, and so may our decorators: the first frame
-    # beyond them is the caller.
+    # torch.distributed's own frames lie between Megatron and this one, those of what it deprecates, and maybe our
+    # decorators: the first frame beyond them is the caller.
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         name = str(caller.f_globals.get("__name__", ""))
-        if not name.startswith(("torch.", "adaptra_megatron.", "testing.")):  # decorators that delay or fail calls
+        if not name.startswith(("torch.", "typing_extensions", "adaptra_megatron.", "testing.")):
             return name in _IGNORE_FAILED
         frame = caller
     return False

@@ -148,6 +148,8 @@ class RecoveryManager:
         """Sends this rank's state to the rejoining ranks of a generation: see `enable_rejoin`. None: no rank can
         rejoin.
         """
+        self.admitted: Callable[[], None] = lambda: None
+        """Called on the ranks that trained before, once others have been admitted."""
         self._liveness: tuple[Generation, SealedStore] | None = None
         """The present generation and its store of liveness checks, for the watch's thread."""
         self._requested: Generation | None = None
@@ -475,6 +477,7 @@ class RecoveryManager:
             # The admitted ranks join groups, so all torch groups must be made anew.
             self._groups.leave()
             self._enter(before.next)
+            self.admitted()
             if leads:
                 note_admitted(self._store, before.ticket)
                 self._records.clone().say_admitted(before.next.admitted)

@@ -33,6 +33,7 @@ from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.megatron_iteration import forget_gradients
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.megatron.state.attempt_state import AttemptState
+from adaptra_megatron.megatron.state.background_saves import BackgroundSaves
 from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.telemetry.events import RanksLost, RanksReturned
 from adaptra_megatron.telemetry.scalars import FailureMetrics, RankFigures
@@ -44,6 +45,7 @@ PATIENCE_S = 20.0
 """Longest wait for the launcher to report which rank has failed, after a message or a collective has failed."""
 CONNECT_S = 60.0
 _FLAG = "--adaptra-reroute failures"
+_SAVE_IS_DUE = "save_is_due"
 
 
 class FaultTolerance(EngineFeature):
@@ -64,6 +66,8 @@ class FaultTolerance(EngineFeature):
         """Model, optimizer and iterators of the training script, once it has registered them: for rejoining ranks."""
         self.joining: Joining | None = None
         """State of a rejoining process until its first iteration."""
+        self.saves = BackgroundSaves(made)
+        """Checkpoints that are written in the background."""
         self._recoveries: list[Recovery] = []
 
     @property
@@ -90,21 +94,32 @@ class FaultTolerance(EngineFeature):
         records = MembershipRecords.of_rank(CONNECT_S)
         rejoining = RejoiningRank(place, records, self._config.timeout_s, self.settings)
         self.joining, progress = rejoin_job(rejoining, self.training)
-        return progress
+        self.saves.is_due = progress[_SAVE_IS_DUE]
+        return {name: value for name, value in progress.items() if name != _SAVE_IS_DUE}
 
-    def save(self, write: Callable[[], Any]) -> Any:
-        """See EngineFeature. `write` sees only live ranks, numbered from 0. It is called again if a rank fails during
-        it.
-        """
+    def _progress(self) -> Mapping[str, Any]:
+        """Return the script's progress, and whether a checkpoint will be due once ranks have been admitted."""
+        assert self.training is not None
+        return {**self.training.progress(), _SAVE_IS_DUE: self.saves.will_be_due}
+
+    def save(self, write: Callable[[], Any], context: dict[str, Any]) -> Any:
+        """See EngineFeature and `BackgroundSaves.save`."""
         if not self._recoveries:
             return write()
+        return self.saves.save(self._recoveries[0].manager, write, context)
 
-        def attempt(generation: Generation, number: int) -> Any:
-            self.groups.gather_missed()
-            with self.groups.numbered_alive():
-                return write()
+    def schedule_save(self, stock: Callable[..., int], queue: Any, request: Any) -> int:
+        """See `BackgroundSaves.schedule`."""
+        return self.saves.schedule(stock, queue, request) if self._recoveries else stock(queue, request)
 
-        return self._recoveries[0].manager.carry_out(attempt)
+    def finalize_saves(
+        self, stock: Callable[..., list[int]], queue: Any, *, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """See `BackgroundSaves.finalize`."""
+        if not self._recoveries:
+            return stock(queue, blocking, no_dist)
+        manager = self._recoveries[0].manager
+        return self.saves.finalize(manager, stock, queue, blocking=blocking, no_dist=no_dist)
 
     def close(self) -> None:
         self._recoveries.clear()
@@ -155,13 +170,17 @@ class Recovery(IterationHooks):
         joined = None if joining is None else joining.joined
         self.manager = _manager(pipeline.job, self._groups, pipeline.interrupt, joined)
         self.manager.word = self._word
+        self.manager.admitted = functools.partial(feature.saves.admitted, self.manager)
         if feature.training is not None:
-            self.manager.enable_rejoin(functools.partial(hand_over, feature.training, pipeline), feature.settings)
+            training = feature.training._replace(progress=feature._progress)
+            self.manager.enable_rejoin(functools.partial(hand_over, training, pipeline), feature.settings)
 
     def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
         """See IterationHooks. Raises the errors of `RecoveryManager.carry_out`."""
         run = functools.partial(self._attempt, attempt, call)
         attempted = self.manager.carry_out(run, trains=not call.forward_only)
+        if not call.forward_only:
+            self._feature.saves.trained()
         self._digested, self._digest, self._conserved = self.manager.generation.id, None, None
         return attempted
 

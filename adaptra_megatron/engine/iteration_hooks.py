@@ -166,8 +166,11 @@ class EngineFeature:
         """
         return run()
 
-    def save(self, write: Callable[[], Any]) -> Any:
-        """Write a checkpoint by `write`, which is collective over the job; return its result."""
+    def save(self, write: Callable[[], Any], context: dict[str, Any]) -> Any:
+        """Write a checkpoint by `write`, which is collective over the job; return its result.
+
+        `context`: Megatron's checkpointing context, which keeps plans from one save to the next.
+        """
         return write()
 
     def settle(self) -> None:

@@ -209,14 +209,15 @@ class AdaptraRuntime:
             self._single = SingleStage(arguments, self._config, why, self._features)
         return self._carry_out(functools.partial(self._single.run, stock, arguments), arguments)
 
-    def save(self, write: Callable[[], Any]) -> Any:
+    def save(self, write: Callable[[], Any], context: dict[str, Any] | None = None) -> Any:
         """Write a checkpoint by `write`, which is collective over the job; return its result.
 
-        If training survives rank failures, see `FaultTolerance.save`. Raises the errors of `write`.
+        If training survives rank failures, see `FaultTolerance.save`. `context`: Megatron's checkpointing context.
+        Raises the errors of `write`.
         """
         self.settle()
         for each in self._features:
-            write = functools.partial(each.save, write)
+            write = functools.partial(each.save, write, {} if context is None else context)
         return write()
 
     def settle(self) -> None:

@@ -227,12 +227,6 @@ RECOVERY = (
         "a rank that fails takes its shard of the parameters with it",
     ),
     Refusal(
-        "--async-save",
-        setting("async_save"),
-        "a checkpoint that a rank fails in is written again, but not one of several iterations before, whose part the "
-        "rank that failed was still writing; without --async-save training waits for its checkpoints",
-    ),
-    Refusal(
         "--fp8-recipe delayed",
         lambda settings: (
             bool(getattr(settings, "fp8", None)) and getattr(settings, "fp8_recipe", "delayed") == "delayed"

@@ -8,7 +8,8 @@ It is the same program with and without --adaptra, and does nothing about it: th
 In front of the script, `--dump-state DIR` writes losses, weights and optimizer state of every rank for comparisons, and
 `--emulate-compute-ms F,B,W` has actions last so long, with `--emulate-exact-times` also as measured,
 `--emulate-slow-cell` those of some cells longer, and `--emulate-death` kills ranks, so many milliseconds after an
-iteration has begun; `--emulate-wait-for-arrivals` has an iteration wait until they have been started again.
+iteration has begun; `--emulate-wait-for-arrivals` has an iteration wait until they have been started again, and
+`--emulate-write-ms` has checkpoints of --async-save begin so much later.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--emulate-exact-times", action="store_true", help="measured times are the emulated ones")
     parser.add_argument("--emulate-death", action="append", default=[], metavar=FORM_OF_DEATH)
     parser.add_argument("--emulate-wait-for-arrivals", action="append", type=int, default=[], metavar="ITERATION")
+    parser.add_argument("--emulate-write-ms", type=float, default=0.0, help="by which writers of --async-save are late")
     parser.add_argument("script", help="script of a Megatron-LM checkout")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     ours = parser.parse_args()
@@ -78,6 +80,10 @@ def main() -> None:
             from testing.megatron.megatron_lm_cells import dying_ranks
 
             stack.enter_context(dying_ranks(ours.emulate_death, ours.emulate_wait_for_arrivals))
+        if ours.emulate_write_ms:
+            from testing.megatron.megatron_lm_cells import slow_writers
+
+            stack.enter_context(slow_writers(ours.emulate_write_ms / 1e3))
         _run(ours.script)
 
 

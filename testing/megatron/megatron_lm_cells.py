@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
-from megatron.training import training
+from megatron.training import checkpointing, training
 
 from adaptra_megatron.common.membership import START_VARIABLE
 from testing.faults.deaths import Arrivals, Deaths, parse_death
 from testing.faults.emulated_compute import parse_compute
 from testing.faults.planners import exact_times
 from testing.faults.slow_cells import CellSpeed, parse_slow_cell
+from testing.megatron.checkpoint_writers import slowed
 from testing.replacing import Replaced, Replacement
 
 
@@ -72,6 +73,17 @@ def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
         ours().set_iteration(number)
 
     with _counted(begins):
+        yield
+
+
+@contextlib.contextmanager
+def slow_writers(seconds: float) -> Iterator[None]:
+    """Make writers of checkpoints in the background begin `seconds` late within this context."""
+    schedule = checkpointing.schedule_async_save
+    late = Replacement(
+        checkpointing, "schedule_async_save", lambda request: schedule(slowed(request, seconds)), "writes are emulated"
+    )
+    with Replaced([late]):
         yield
 
 

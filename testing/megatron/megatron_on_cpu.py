@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from testing.megatron.checkpoint_writers import writer_names
 from testing.megatron.cuda_names import torch_names
 from testing.replacing import Replaced, Replacement
 
@@ -143,7 +144,7 @@ def megatron_names() -> list[Replacement]:
     if not hasattr(moe_utils, "te_general_gemm"):
         reason = "read, but not defined, without Transformer Engine"
         found.append(Replacement(moe_utils, "te_general_gemm", None, reason, may_be_absent=True))
-    return found
+    return found + writer_names()
 
 
 def _with_channels(stock: Callable[..., None]) -> Callable[..., None]:

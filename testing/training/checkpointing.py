@@ -6,7 +6,11 @@ iteration.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from testing.megatron.checkpoint_writers import slowed
 
 LATEST = "latest_checkpointed_iteration.txt"
 
@@ -57,22 +65,64 @@ def _rng_state() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
 
 
-def save_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any, iteration: int) -> None:
-    """Write `iter_NNNNNNN` under --save, then name it as the latest. Collective.
+def save_checkpoint(
+    args: argparse.Namespace,
+    model: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    iteration: int,
+    queue: AsyncCallsQueue | None = None,
+) -> None:
+    """Write `iter_NNNNNNN` under --save, then name it as the latest. Collective. `queue`: writes in the background.
 
     Raises OSError if the directory cannot be written; the latest checkpoint then stays the previous one.
     """
+
+    def name_it() -> None:
+        if dist.get_rank() == 0:
+            (Path(args.save) / LATEST).write_text(f"{iteration}\n")
+
     directory = Path(args.save) / f"iter_{iteration:07d}"
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(model, optimizer, scheduler, is_loading=False)
     state["iteration"] = iteration
-    dist_checkpointing.save(state, str(directory))
+    request = dist_checkpointing.save(state, str(directory), async_sharded_save=queue is not None)
     dist.barrier()
-    if dist.get_rank() == 0:
-        (Path(args.save) / LATEST).write_text(f"{iteration}\n")
+    if queue is None:
+        name_it()
+    else:
+        dies = functools.partial(_dies, args.emulate_death_at_save, iteration)
+        dies("scheduling")
+        request.add_finalize_fn(lambda: dies("finalizing"))
+        request.add_finalize_fn(name_it)
+        queue.schedule_async_request(slowed(request, args.emulate_write_ms / 1e3))
     dist.barrier()
+
+
+def _dies(deaths: Sequence[str], iteration: int, point: str) -> None:
+    # The rank of the start: in checkpoints after failures, ranks have other numbers.
+    if f"{os.environ['RANK']}:{iteration}:{point}" in deaths:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unreadable(directory: Path) -> list[str]:
+    """Return what is missing of the newest checkpoint in `directory`, which is to be complete at any time."""
+    if not (directory / LATEST).exists():
+        return []  # not one has been written yet
+    newest = directory / f"iter_{int((directory / LATEST).read_text()):07d}"
+    try:
+        metadata = FileSystemReader(newest).read_metadata()
+    except OSError as cause:
+        return [f"{newest.name} cannot be read: {cause}"]
+    ends: dict[str, int] = {}
+    for part in metadata.storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    sizes = {name: (newest / name).stat().st_size if (newest / name).exists() else 0 for name in ends}
+    return [
+        f"{newest.name}: {name} has {sizes[name]} of {end} bytes" for name, end in ends.items() if sizes[name] < end
+    ]
 
 
 def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> int:

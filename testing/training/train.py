@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -106,6 +107,7 @@ class Trainer:
         self._watchers, self._runtime, self._late = watchers, runtime, late
         if args.save:
             check_can_save()
+        self._saves = AsyncCallsQueue(persistent=args.use_persistent_ckpt_worker) if args.async_save else None
         self.result = TrainingResult()
         seed_everything(args.seed)
         self.config = build_config(args)
@@ -128,6 +130,8 @@ class Trainer:
         for chunk in self.model:
             chunk.train()
         while self.iteration < args.train_iters:
+            if self._saves is not None:
+                self._saves.maybe_finalize_async_calls()
             for watcher in self._watchers:
                 watcher(self.iteration)
             started = time.perf_counter()
@@ -143,7 +147,7 @@ class Trainer:
                 self._log_iteration()
             if args.eval_iters and self.iteration % args.eval_interval == 0:
                 self._evaluate()
-            if args.save and args.save_interval and self.iteration % args.save_interval == 0:
+            if args.save and (self._saves_regularly() or (self._save_is_due() and self.iteration < args.train_iters)):
                 self._save()
         if self._runtime is not None:
             self._runtime.settle()
@@ -152,8 +156,22 @@ class Trainer:
             dist.barrier()  # as Megatron's print_datetime, once training is done
             self.result.parameters = model_tensors(self.model)
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
-        if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):
+        if args.save and not self._saves_regularly():
             self._save()
+        if self._saves is not None:
+            self._saves.maybe_finalize_async_calls(blocking=True)
+            self._saves.close()
+
+    def _saves_regularly(self) -> bool:
+        return bool(self.args.save_interval) and self.iteration % self.args.save_interval == 0
+
+    def _save_is_due(self) -> bool:
+        """Return whether a checkpoint has been given up, as ranks failed while it was written in the background."""
+        if self._runtime is None or self.args.adaptra_reroute not in ("failures", "all"):
+            return False
+        from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+        return self._runtime.feature(FaultTolerance).saves.is_due
 
     def _capture(self) -> None:
         hooked = self.model if self.args.overlap_param_gather and self.iteration else []
@@ -301,7 +319,7 @@ class Trainer:
 
     def _save(self) -> None:
         def write() -> None:
-            save_checkpoint(self.args, self.model, self.optimizer, self.scheduler, self.iteration)
+            save_checkpoint(self.args, self.model, self.optimizer, self.scheduler, self.iteration, self._saves)
 
         with self._parameters_gathered():
             write() if self._runtime is None else self._runtime.save(write)

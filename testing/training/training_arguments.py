@@ -125,6 +125,8 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save", default=None, help="directory of the checkpoints to write")
     group.add_argument("--load", default=None, help="directory of the checkpoints to go on from")
     group.add_argument("--save-interval", type=int, default=None, help="iterations; default: at the end only")
+    group.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
+    group.add_argument("--use-persistent-ckpt-worker", action="store_true", help="by one process, else by a fork each")
 
 
 def _add_emulation(group: argparse._ArgumentGroup) -> None:
@@ -205,6 +207,16 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="ITERATION",
         help="begin an iteration (from 0) once all ranks that have died stand ready again; may be repeated",
+    )
+    group.add_argument(
+        "--emulate-death-at-save",
+        action="append",
+        default=[],
+        metavar="RANK:ITERATION:{scheduling,finalizing}",
+        help="kill a rank as it schedules or finalizes the checkpoint of an iteration, with --async-save",
+    )
+    group.add_argument(
+        "--emulate-write-ms", type=float, default=0.0, help="by which writers of --async-save begin late"
     )
     group.add_argument(
         "--emulate-exact-sums",

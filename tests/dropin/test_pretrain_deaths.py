@@ -13,6 +13,7 @@ from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
 from campaigns.dying_trainings import BACK, KILLED, dumped, last
 from testing.jobs.fault_tolerant_jobs import run_with_failures
 from testing.results import relative_distances
+from testing.training.checkpointing import LATEST, unreadable
 
 pytestmark = needs_megatron_lm
 
@@ -62,6 +63,55 @@ def test_a_rank_that_is_started_again_goes_on_where_the_others_are(
     for rank in range(RANKS):
         stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank)
         check_near(last(stock, ours) if rank == dying else stock, ours)
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer",)])
+def test_checkpoints_in_the_background_are_complete_or_given_up(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """The one of iteration 4 is under way as rank 1 dies; it comes back while the early one may be. Plans of ranks'
+    parts are kept from one save to the next, by those that have lived that long alone. Stock goes on from the last."""
+    saved = tmp_path / "saved"
+    same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *flags)
+    background = (
+        "--save",
+        str(saved),
+        "--save-interval",
+        "4",
+        "--async-save",
+        "--ckpt-assume-constant-structure",
+        "--use-persistent-ckpt-worker",
+    )
+    emulated = ("--emulate-death", "1:4:+15", "--emulate-wait-for-arrivals", "6", "--emulate-write-ms", "10000")
+    run = functools.partial(run_with_failures, restarts=1)
+    results = pretrain(
+        RANKS,
+        tmp_path / "ours",
+        *(*same, *OURS, *background),
+        emulated=emulated,
+        run=run,
+        timeout_s=280.0,
+        CUDA_DEVICE_MAX_CONNECTIONS="8",
+    )
+    assert [result.returncode for result in results] == [0] * RANKS
+    assert BACK in results[1].output
+    assert "it is given up, the one before it stays the newest" in results[0].output
+    assert (saved / LATEST).read_text() == str(ITERATIONS)
+    assert not unreadable(saved)
+    if flags:
+        return  # Megatron's distributed optimizer does not load the state of torch's Adam
+    pretrain(RANKS, tmp_path / "stock", *same, "--train-iters", "10")
+    pretrain(
+        RANKS,
+        tmp_path / "goes-on",
+        *same,
+        "--train-iters",
+        "10",
+        "--load",
+        str(saved),
+        "--override-opt-param-scheduler",
+    )
+    for rank in range(RANKS):
+        stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "goes-on", rank)
+        check_near(last(stock, ours), ours)
 
 
 def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:

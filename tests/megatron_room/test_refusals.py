@@ -384,7 +384,6 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "average": ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
     "config's average": ({"average_in_collective": True}, "--ddp-average-in-collective"),
     "fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-    "async": ({"async_save": True}, "--async-save"),
     "delayed": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
     "parameters": ({"fp8_param_gather": True}, "--fp8-param-gather"),
     "config's parameters": ({"fp8_param": True}, "--fp8-param-gather"),
@@ -429,11 +428,11 @@ def test_experts_that_span_replicas_are_not_rerouted(reroute: str) -> None:
 
 
 def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:
-    settings = SimpleNamespace(**SPANNING[0], num_experts=8, async_save=True, adaptra_reroute="failures")
+    settings = SimpleNamespace(**SPANNING[0], num_experts=8, ddp_average_in_collective=True, adaptra_reroute="failures")
     features = prospects_of(settings).features
     assert [each.name.rpartition(" with ")[2] for each in features if each.effect == "refused"] == [
         "experts that span data-parallel replicas",
-        "--async-save",
+        "--ddp-average-in-collective",
     ]
 
 

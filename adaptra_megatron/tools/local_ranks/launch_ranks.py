@@ -216,6 +216,7 @@ class _Job:
             if code and self.first_failed is None:
                 self.first_failed = rank
             if self._on_end is not None and rank not in self._ended:
+                _signal_group(pid, signal.SIGKILL)  # as launchers do, before they report the end
                 again = self._on_end(rank, code)
                 if again is not None:
                     self._pids[rank] = self._start([{**self._environments[rank], **again}], [self._logs[rank]])[0]

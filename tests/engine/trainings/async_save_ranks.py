@@ -43,7 +43,7 @@ class BackgroundSaves:
         self._directory, self._queue, self._faults = directory, AsyncCallsQueue(), PathFaults().install()
         self._rank, self._iteration, self._saves, self._steps_since = int(os.environ["RANK"]), 0, 0, 0
 
-    def save(self, args: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int) -> None:
+    def save(self, args: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, _queue: None) -> None:
         import torch.distributed as dist
         from megatron.core import dist_checkpointing
 
