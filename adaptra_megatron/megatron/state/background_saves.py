@@ -12,7 +12,6 @@ Scheduling and finalizing are calls of the protocol. Between two calls, all live
 from __future__ import annotations
 
 import inspect
-import queue as standard_queue
 import sys
 import time
 from collections.abc import Callable
@@ -187,13 +186,12 @@ class BackgroundSaves:
                 _end(caller)
             queue.async_calls.clear()
             queue.call_idx = -1  # all ranks compare it
-        for module in map(sys.modules.get, _STORAGE_WRITERS):
-            results = getattr(module, "_results_queue", None)
-            while results is not None:
-                try:
-                    results.get_nowait()
-                except standard_queue.Empty:
-                    break
+        modules: list[Any] = [sys.modules[each] for each in _STORAGE_WRITERS if each in sys.modules]
+        for module in modules:
+            if getattr(module, "_results_queue", None) is not None:
+                # Emptying it is not enough: what a writer put just before it was killed may arrive later, and the next
+                # save would finalize a checkpoint with the wrong results. The next save creates another queue.
+                module._results_queue = None
 
 
 def _end(caller: Any) -> None:

@@ -103,7 +103,8 @@ def check_stock_goes_on(case: Case, saved: Path, peace: Path, directory: Path, f
     (saved / LATEST).write_text(f"{iteration}\n")
     assert not unreadable(saved)
     stock = replace(LAYOUT, flags=f"{OVERLAPPED} --load {saved}", adaptra="")
-    assert not any(result.returncode for result in train(stock, directory, fork_server))
+    failed = [result for result in train(stock, directory, fork_server) if result.returncode]
+    assert not failed, failed[0].output[-4000:]
     for rank in range(LAYOUT.world_size):
         found, expected = dumped(directory, rank), dumped(peace, rank)
         parameters = [name for name in expected if name.startswith("parameter ")]
