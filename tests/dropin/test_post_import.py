@@ -47,7 +47,7 @@ def say_more(module: ModuleType) -> None:
 
 def test_what_a_hook_replaces_is_what_others_bind_by_name(modules: Path, install: Install) -> None:
     (modules / "hooked.py").write_text("def word(): return 'stock'\n")
-    (modules / "user.py").write_text("from hooked import word\nheard = word()\n")
+    (modules / "user.py").write_text("from hooked import word\nreceived = word()\n")
     install({"hooked": say_more})
     assert "hooked" not in sys.modules, "a hook does not import its module"
     assert importlib.import_module("user").received == "stock and more"

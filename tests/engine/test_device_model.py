@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -316,14 +317,21 @@ def test_the_same_seed_gives_the_same_run() -> None:
 @settings(max_examples=25)
 @given(st.one_of(named_schedules(least_stages=2), random_schedules()))
 def test_without_links_that_take_time_actions_run_when_the_simulator_says(schedule: Schedule) -> None:
-    costs = uniform_costs_for(schedule, backward_input_s=2.0, backward_weight_s=0.5)
+    nothing = ((0.0,) * schedule.chunks,) * schedule.chunks
+    costs = replace(
+        uniform_costs_for(schedule, backward_input_s=2.0, backward_weight_s=0.5),
+        combined_saving=(nothing,) * schedule.stages,
+    )
     job = Job(iterations=(Iteration(schedule=schedule, costs=costs, planned_for=costs),))
     ranks = {Rank(0, stage): {"training": job.record(stage)} for stage in range(schedule.stages)}
     outcome, simulation = play(ranks, MANY), simulate(schedule, costs)
     assert outcome.deadlock is None
     for stage, order in enumerate(schedule.orders):
-        played = [outcome.times_s[Rank(0, stage), (0, action)] for action in order]
-        assert [start_s for start_s, _ in played] == pytest.approx(simulation.start_s[stage])
+        played = [outcome.times_s[Rank(0, stage), (0, action)] for action in schedule.separated().orders[stage]]
+        started = [0, *(place for place in range(1, len(order)) if not order[place - 1].combined)]
+        assert [played[place][0] for place in started] == pytest.approx(
+            [simulation.start_s[stage][place] for place in started]
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
