@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.config import AdaptraConfig, read_costs, read_plan
+from adaptra_megatron.config import AdaptraConfig, ConfigError, read_costs, read_plan
 from adaptra_megatron.control.decisions import Decision, Order, TelemetrySection
 from adaptra_megatron.schedule.classic import forward_only, interleaved_combined, split_every_other, stock_order
 from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
@@ -271,6 +271,11 @@ class PlanState:
     def _install_file(self, path: Path) -> None:
         layout, cap = self.layout, self._config.max_in_flight
         schedule = read_plan(path, stages=layout.stages, chunks=layout.chunks, max_in_flight=cap)
+        if schedule.combines and not layout.combined:
+            raise ConfigError(
+                f"--adaptra-plan-csv {path} combines forwards and backwards (OVERLAP_F_B), which a job can only with "
+                "--overlap-moe-expert-parallel-comm: give that flag, or a plan that does not combine any"
+            )
         # A user's own plan: the cap counts only if the user has set one.
         self.install(schedule, 1, (cap,) * layout.stages)
         if schedule.splits_backward and layout.whole_first:
@@ -285,6 +290,7 @@ class PlanState:
             micro_batches=micro_batches,
             max_in_flight=caps,
             released_at_backward_input=(RELEASED_AT_BACKWARD_INPUT,) * costs.stages,
+            combined_saving=costs.combined_saving if self.layout.combined else (),
         )
         chosen = self.layout.plan(costs, deadline_s=PLANNING_S, split=not self.layout.whole_first)
         self.install(chosen.schedule, self.number + 1, caps, costs=costs)

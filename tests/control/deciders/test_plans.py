@@ -18,6 +18,7 @@ from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.schedule.classic import (
     forward_only,
     gpipe,
+    interleaved_combined,
     one_f_one_b,
     split_backward,
     split_every_other,
@@ -89,6 +90,13 @@ class TestPlanFromFile:
             AdaptraConfig(plan_csv=path, max_in_flight=8)
         assert PlanState(AdaptraConfig(plan_csv=path, max_in_flight=9), FOUR).enforced_cap(9, 0) == 9
 
+    def test_actions_are_combined_only_where_megatron_combines(self, given: Any) -> None:
+        schedule, combining = interleaved_combined(4, 8, 2), dataclasses.replace(INTERLEAVED, combined=True)
+        path = given(schedule)
+        assert PlanState(AdaptraConfig(plan_csv=path), combining).schedule_for(8) == schedule
+        with pytest.raises(ConfigError, match=r"OVERLAP_F_B.*--overlap-moe-expert-parallel-comm"):
+            PlanState(AdaptraConfig(plan_csv=path), INTERLEAVED)
+
     def test_split_backwards_under_full_recompute_are_warned_of(
         self, given: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -124,6 +132,12 @@ class TestPlanFromGivenCosts:
         book = PlanState(AdaptraConfig(costs_json=path, max_in_flight=flag), FOUR)
         assert held(book.schedule_for(12)) == enforced, "a slow link makes room worth using"
         assert [book.enforced_cap(12, stage) for stage in range(4)] == [enforced] * 4
+
+    @pytest.mark.parametrize("combined", [True, False])
+    def test_actions_are_combined_only_where_megatron_combines(self, given: Any, combined: bool) -> None:
+        path = given({**COSTS, "chunks": 2, "combined_saving": 0.3})
+        layout = dataclasses.replace(INTERLEAVED, combined=combined)
+        assert PlanState(AdaptraConfig(costs_json=path), layout).schedule_for(8).combines == combined
 
     def test_where_memory_is_yet_to_be_measured_no_backward_is_split(self, given: Any) -> None:
         path = given(COSTS)
