@@ -37,11 +37,12 @@ class NotedMeter:
         self._meter.before()
         self._before = self._in_use()
 
-    def after(self, kind: Kind, chunk: int) -> None:
+    def after(self, kind: Kind, chunk: int, *, alone: bool = True) -> None:
         """As the meter's."""
         now = self._in_use()
-        self._changes[kind, chunk].append({name: now[name] - self._before[name] for name in now})
-        self._meter.after(kind, chunk)
+        if alone:
+            self._changes[kind, chunk].append({name: now[name] - self._before[name] for name in now})
+        self._meter.after(kind, chunk, alone=alone)
 
     def kept(self) -> dict[str, float] | None:
         """Bytes in use after an input gradient that are not after a whole backward, of the chunk with the most; and

@@ -35,7 +35,7 @@ from adaptra_megatron.engine import rerouting as degraded  # noqa: E402
 from adaptra_megatron.engine.execution.executor import ActivationAccount  # noqa: E402
 from adaptra_megatron.engine.rerouting import Rerouting  # noqa: E402
 from adaptra_megatron.megatron.computation import MegatronComputation  # noqa: E402
-from adaptra_megatron.schedule.ir import Kind  # noqa: E402
+from adaptra_megatron.schedule.ir import Action, Kind  # noqa: E402
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts  # noqa: E402
 from testing.faults.network.path_faults import Mode, PathFaults  # noqa: E402
 from testing.replacing import Replaced, Replacement  # noqa: E402
@@ -129,9 +129,9 @@ class CountedAccount(ActivationAccount):
 
     most, caps = 0.0, set[float | None]()
 
-    def after(self, kind: Kind) -> None:
-        super().after(kind)
-        if kind is not Kind.FORWARD:  # evaluation, which has no cap, has nothing else
+    def after(self, action: Action) -> None:
+        super().after(action)
+        if action.kind is not Kind.FORWARD:  # evaluation, which has no cap, has nothing else
             self.caps.add(self._cap)
             CountedAccount.most = max(self.most, self.peak)
 
