@@ -136,7 +136,7 @@ def supervisor_fails() -> None:
     """After the meeting: an error of both, who keep nothing, though the links' threads run already."""
     from adaptra_megatron.transport.dual_path import link_opener
 
-    def no_supervisor(*_: Any) -> Any:
+    def no_supervisor(*_: Any, **__: Any) -> Any:
         raise OSError(11, "Resource temporarily unavailable")
 
     with pytest.MonkeyPatch.context() as patch:
