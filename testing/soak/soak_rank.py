@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from adaptra_megatron.engine import rank_transports as transports
-from adaptra_megatron.transport.dual_path.dual_link import DualLink
+from adaptra_megatron.transport.dual_path.dual_link import GREETING, DualLink
 from adaptra_megatron.transport.link_paths import PathSettings
 from adaptra_megatron.transport.message_keys import MessageKey, MessageTimes
 from testing.faults.network.path_faults import Mode, PathFaults
@@ -111,8 +111,9 @@ class SoakRank:
         @functools.wraps(wait)
         def recorded(link: DualLink, key: MessageKey, deadline_s: float) -> Any:
             tensor, times = wait(link, key, deadline_s)
-            self._receive_queue[times.peer].append(times.done_s)
-            self._keys.add(key)
+            if key != GREETING:
+                self._receive_queue[times.peer].append(times.done_s)
+                self._keys.add(key)
             return tensor, times
 
         return recorded

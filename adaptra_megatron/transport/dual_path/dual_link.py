@@ -61,7 +61,7 @@ def _never(*_arguments: object) -> NoReturn:
 
 logger = logger_of(__name__)
 
-_GREETING = MessageKey(0, Direction.ACTIVATION, (1 << 16) - 1, 0)
+GREETING = MessageKey(0, Direction.ACTIVATION, (1 << 16) - 1, 0)
 """Key of the greeting: no model has so many chunks."""
 
 
@@ -159,16 +159,16 @@ class DualLink:
 
     def send_greeting(self, greeting: torch.Tensor) -> None:
         """Send the greeting, the first message over the host path. Raises the errors of `post_send`."""
-        outgoing, now_s = self._outgoing(_GREETING, greeting), time.monotonic()
+        outgoing, now_s = self._outgoing(GREETING, greeting), time.monotonic()
         with self._lock:
-            self._check_usable(_GREETING, now_s, receiving=False)
-            self._paths.send_by_host(_GREETING, outgoing, 0, now_s)
+            self._check_usable(GREETING, now_s, receiving=False)
+            self._paths.send_by_host(GREETING, outgoing, 0, now_s)
 
     def receive_greeting(self, greeting: torch.Tensor, deadline_s: float) -> None:
         """Receive the peer's greeting and wait until it has this end's. Raises TransportError if they differ."""
         with self._lock:
-            self._ask_for(_GREETING, time.monotonic())
-        received, _times = self.wait(_GREETING, deadline_s)
+            self._ask_for(GREETING, time.monotonic())
+        received, _times = self.wait(GREETING, deadline_s)
         if not torch.equal(received, greeting):
             raise TransportError(
                 f"{self.ends.here}, link {self.ends.direction(receiving=True)}: the greeting of {greeting.nbytes} "
