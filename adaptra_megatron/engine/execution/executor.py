@@ -9,6 +9,7 @@ and the waiting, differ.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -109,8 +110,6 @@ class ActivationAccount:
         self.peak = 0.0
         self._cap = cap
         self._meter = meter
-        self._in_pair = False
-        """Whether the forward of a combined action has been released, and its backward has not."""
         self._released = {
             Kind.FORWARD: 0.0,
             Kind.BACKWARD: 1.0,
@@ -135,10 +134,9 @@ class ActivationAccount:
         if self._meter is not None:
             self._meter.before()
 
-    def after(self, action: Action) -> None:
-        """Release the activations that a gradient frees."""
+    def after(self, action: Action, *, alone: bool = True) -> None:
+        """Release the activations that a gradient frees. `alone`: False for both halves of a combined action."""
         self.held -= max(0.0, self._released[action.kind])
-        alone, self._in_pair = not (action.combined or self._in_pair), action.combined
         if self._meter is not None:
             self._meter.after(action.kind, action.chunk, alone=alone)
 
@@ -271,10 +269,11 @@ class PipelineExecutor:
             addresses=addresses,
         )
         try:
-            ran, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
+            pairs, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
         finally:
             if run.gradients is not None:
                 run.gradients.enable()
+        ran = list(itertools.chain.from_iterable(pairs))
         assert len(ran) == len(program.steps), f"stage {call.stage} ran {len(ran)} of {len(program.steps)} steps"
         if run.gradients is not None:
             run.gradients.finish()
@@ -285,16 +284,14 @@ class PipelineExecutor:
             addresses,
             run.received_nbytes,
             over,
-            functools.partial(self._records, addresses.iteration, ran, marks),
+            functools.partial(self._records, addresses.iteration, pairs, marks),
         )
 
-    def _run_steps(self, run: _Run, steps: Iterator[ProgramStep]) -> tuple[list[ProgramStep], list[Any]]:
+    def _run_steps(self, run: _Run, steps: Iterator[ProgramStep]) -> tuple[list[Sequence[ProgramStep]], list[Any]]:
         """Run the steps; return them and the marks between them. Each step begins to wait where the previous
-        one ended.
-
-        A combined action, of a forward and the backward behind it, counts as the forward; the backward takes no time.
+        one ended. A combined action, of a forward and the backward behind it, is a pair of steps.
         """
-        ran: list[ProgramStep] = []
+        ran: list[Sequence[ProgramStep]] = []
         marks = [self._timer.mark()]
         for step in steps:
             pair = (step, next(steps)) if step.action.combined else (step,)
@@ -302,10 +299,8 @@ class PipelineExecutor:
             received = [run.inbox.take(each.receive) if each.receive is not None else None for each in pair]
             marks.append(self._timer.mark())
             self._perform(run, pair, received)
-            ran += pair
+            ran.append(pair)
             marks.append(self._timer.mark())
-            for _ in pair[1:]:
-                marks += (self._timer.mark(), self._timer.mark())
         return ran, marks
 
     def _perform(self, run: _Run, pair: Sequence[ProgramStep], received: Sequence[torch.Tensor | None]) -> None:
@@ -321,7 +316,7 @@ class PipelineExecutor:
         for step in pair:
             if run.gradients is not None and step.completes_chunk:
                 run.gradients.after_last_gradient(step.action.chunk)
-            run.account.after(step.action)
+            run.account.after(step.action, alone=len(pair) == 1)
 
     def _forward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
         output = run.computation.forward(*self._begin_forward(run, step, received))
@@ -383,15 +378,16 @@ class PipelineExecutor:
         run.inbox.post_before_send(step)
         self._transport.post_send(run.addresses.key(step.send), run.addresses.ranks[step.send.target], tensor)
 
-    def _records(self, iteration: int, ran: list[ProgramStep], marks: list[Any]) -> list[ActionRecord]:
-        times = self._timer.resolve(marks)
-        records, behind = [], False
-        for index, step in enumerate(ran):
-            stage, kind, chunk, micro_batch, combined = step.action
+    def _records(self, iteration: int, pairs: list[Sequence[ProgramStep]], marks: list[Any]) -> list[ActionRecord]:
+        times, records = self._timer.resolve(marks), []
+        for index, pair in enumerate(pairs):
             wait_start_s, start_s, end_s = times[2 * index : 2 * index + 3]
-            moments = (wait_start_s, start_s, end_s)
-            records.append(ActionRecord(iteration, stage, kind.value, chunk, micro_batch, *moments, combined or behind))
-            behind = combined
+            for step in pair:
+                stage, kind, chunk, micro_batch, _ = step.action
+                moments = (wait_start_s, start_s, end_s)
+                records.append(ActionRecord(iteration, stage, kind.value, chunk, micro_batch, *moments, len(pair) > 1))
+                # A combined action counts as its forward: its backward takes no time.
+                wait_start_s = start_s = end_s
         return records
 
 

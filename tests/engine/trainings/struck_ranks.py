@@ -129,8 +129,8 @@ class CountedAccount(ActivationAccount):
 
     most, caps = 0.0, set[float | None]()
 
-    def after(self, action: Action) -> None:
-        super().after(action)
+    def after(self, action: Action, *, alone: bool = True) -> None:
+        super().after(action, alone=alone)
         if action.kind is not Kind.FORWARD:  # evaluation, which has no cap, has nothing else
             self.caps.add(self._cap)
             CountedAccount.most = max(self.most, self.peak)
