@@ -11,12 +11,12 @@ from adaptra_megatron.common.log import is_first_rank, logger_of
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
 from adaptra_megatron.megatron.compat import captures_again
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
-from adaptra_megatron.schedule.ir import Kind, Schedule
+from adaptra_megatron.schedule.ir import Schedule, chunks_in_order
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.iteration_work import Work
     from adaptra_megatron.engine.pipeline import Pipeline
-    from adaptra_megatron.megatron.captured_layers import CapturedLayers, Order
+    from adaptra_megatron.megatron.captured_layers import CapturedLayers
     from adaptra_megatron.megatron.computation import StageComputation
     from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
     from adaptra_megatron.megatron.megatron_call import PipelineCall
@@ -90,7 +90,7 @@ class CapturedIterations(IterationHooks):
         if chosen.program.schedule is not schedule:
             self._layers.suspend()
         else:
-            anew = self._layers.follow(order_of(chosen))
+            anew = self._layers.follow(chunks_in_order(step.action for step in chosen.program.steps))
             self.pipeline.switched(self._layers.seconds, CAPTURED if anew else None)
             if anew and is_first_rank():
                 text = "CUDA graphs captured anew for plan %d, in %.1f s"
@@ -100,13 +100,3 @@ class CapturedIterations(IterationHooks):
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
         """See IterationHooks."""
         return computation if self._layers is None else self._layers.decorate(computation)
-
-
-def order_of(work: Work) -> Order:
-    """Return the order of the forwards and backwards of `work`."""
-    actions = (step.action for step in work.program.steps)
-    return tuple(
-        1 + each.chunk if each.kind is Kind.FORWARD else -1 - each.chunk
-        for each in actions
-        if each.kind is not Kind.BACKWARD_WEIGHT
-    )

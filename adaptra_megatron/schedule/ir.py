@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -189,6 +189,19 @@ def units(order: Order) -> Iterator[Order]:
     actions = iter(order)
     for action in actions:
         yield (action, next(actions)) if action.combined else (action,)
+
+
+def chunks_in_order(actions: Iterable[Action]) -> tuple[int, ...]:
+    """Return the chunks of a stage's forwards and backwards: 1 + chunk for a forward, negative for a backward.
+
+    The form of Megatron's `convert_schedule_table_to_order`, by which layers are captured as CUDA graphs. Weight
+    gradients do not count.
+    """
+    return tuple(
+        1 + each.chunk if each.kind is Kind.FORWARD else -1 - each.chunk
+        for each in actions
+        if each.kind is not Kind.BACKWARD_WEIGHT
+    )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

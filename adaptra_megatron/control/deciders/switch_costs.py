@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from adaptra_megatron.common.reasons import joined, reason_fields
-from adaptra_megatron.schedule.ir import Kind, Schedule
+from adaptra_megatron.schedule.ir import Schedule, chunks_in_order
 from adaptra_megatron.telemetry.events import PlanMade
 
 Chosen = tuple[Schedule | None, PlanMade | None]
@@ -62,11 +62,5 @@ def _reason(made: PlanMade) -> Sequence[object]:
 
 def moves_forwards(before: Schedule, after: Schedule) -> bool:
     """Return whether any stage's forwards and backwards are in another order. Weight gradients do not count."""
-    return before.chunks != after.chunks or any(
-        _order(before, stage) != _order(after, stage) for stage in range(before.stages)
-    )
-
-
-def _order(schedule: Schedule, stage: int) -> list[tuple[bool, int, int]]:
-    actions = (action for action in schedule.orders[stage] if action.kind is not Kind.BACKWARD_WEIGHT)
-    return [(action.kind is Kind.FORWARD, action.chunk, action.micro_batch) for action in actions]
+    pairs = zip(before.orders, after.orders, strict=True)
+    return any(chunks_in_order(old) != chunks_in_order(new) for old, new in pairs)
