@@ -51,13 +51,17 @@ def _seconds(name: str, costs: Costs) -> list[float]:
 
 def encode_action(action: Action, chunks: int) -> int:
     """Return the integer code of an action."""
-    return (action.micro_batch * chunks + action.chunk) * 8 + _COMBINED * action.combined + _INDEX_OF_KIND[action.kind]
+    return (
+        (action.micro_batch * chunks + action.chunk) * CODES_PER_CHUNK
+        + _COMBINED * action.combined
+        + _INDEX_OF_KIND[action.kind]
+    )
 
 
 def encode_order(order: Order, chunks: int) -> list[int]:
     """Return the integer codes of one stage's order."""
     return [
-        (micro_batch * chunks + chunk) * 8 + _COMBINED * combined + _INDEX_OF_KIND[kind]
+        (micro_batch * chunks + chunk) * CODES_PER_CHUNK + _COMBINED * combined + _INDEX_OF_KIND[kind]
         for _, kind, chunk, micro_batch, combined in order
     ]
 

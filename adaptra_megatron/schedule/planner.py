@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -117,18 +117,14 @@ def plan(
     enough, left = ENOUGH if goes_on else _NO_GAP, (patience if goes_on else budget) - first_search
     searches = min(_MOST_NEARBY, int(_NEARBY_SHARE * left) // short_search)
     starts = [(best.makespan_s, found["orders"])]
-    if costs.can_combine and best.gap > enough and left >= short_search:
-        left -= short_search
-        apart = problem_from_costs(dataclasses.replace(costs, combined_saving=()))
-        orders = _native.plan(apart, split, short_search, codes)["orders"]
-        starts.append((simulate(decode_orders(orders, costs), costs).makespan_s, orders))
-        best = _faster(best, decode_orders(orders, costs), costs)
-    for number in range(searches):
+    apart = costs.can_combine and left >= short_search
+    searches += apart
+    for done, near in enumerate(_neighbours(costs, searches, apart=apart)):
         if best.gap <= enough:
             break
-        tell("planning", 1 + number, 2 + searches)
+        tell("planning", 1 + done, 2 + searches)
         left -= short_search
-        orders = _native.plan(problem_from_costs(nearby_costs(costs, number)), split, short_search, codes)["orders"]
+        orders = _native.plan(problem_from_costs(near), split, short_search, codes)["orders"]
         schedule = decode_orders(orders, costs)
         starts.append((simulate(schedule, costs).makespan_s, orders))
         best = _faster(best, schedule, costs)
@@ -169,6 +165,13 @@ def _faster(best: Plan, schedule: Schedule, costs: Costs) -> Plan:
     if makespan_s < best.makespan_s * (1.0 - _NO_GAP):
         return dataclasses.replace(best, schedule=schedule, makespan_s=makespan_s)
     return best
+
+
+def _neighbours(costs: Costs, number: int, *, apart: bool) -> Iterator[Costs]:
+    """Yield `number` costs whose plans may be better for `costs`: if `apart`, first those without combined actions."""
+    if apart:
+        yield dataclasses.replace(costs, combined_saving=())
+    yield from (nearby_costs(costs, each) for each in range(number - apart))
 
 
 def nearby_costs(costs: Costs, number: int) -> Costs:
