@@ -54,9 +54,9 @@ class BackgroundSaves:
         self._scheduled_in = FIRST
         """Generation of these saves."""
         self._attempted_in = FIRST
-        """Generation of the last attempt at a call."""
-        self._writers_of = self._plans_of = FIRST
-        """Generations to which all writers, and Megatron's plans, belong."""
+        """Generation of the last attempt at a call: all writers belong to it."""
+        self._plans_of = FIRST
+        """Generation to which Megatron's plans belong."""
         self._saves_now = False
         self._again: Callable[[], Any] | None = None
         """Repeats the last save, while it is under way and parameters are those that it saves."""
@@ -156,9 +156,8 @@ class BackgroundSaves:
         """Begin an attempt. In another generation, drop what writers and repeated attempts have left from the one
         before.
         """
-        self._attempted_in = generation.id
-        if generation.id != self._writers_of:
-            self._writers_of = generation.id
+        if generation.id != self._attempted_in:
+            self._attempted_in = generation.id
             self._abandon()
 
     def _give_up(self, manager: RecoveryManager) -> None:
