@@ -25,15 +25,25 @@ _GRAPH = "--optimizer-cuda-graph"
 _CAPTURED = "CUDA graphs (--cuda-graph-impl)"
 _REPLAYED = "a step that was captured is replayed as it was, and what is decided anew for each would be left out"
 _NOT_COPIED = "the copies by which a step is taken back would lack its state"
+
+
+def _scales_losses(settings: Any) -> bool:
+    return bool(getattr(settings, "fp16", False)) or getattr(settings, "loss_scale", None) is not None
+
+
+def _reruns(settings: Any) -> bool:
+    return getattr(settings, "rerun_mode", "disabled") != "disabled"
+
+
 STAGGERING = (
     Refusal(
         "--fp16 (a loss scaler)",
-        lambda config: bool(getattr(config, "fp16", False)) or getattr(config, "loss_scale", None) is not None,
+        _scales_losses,
         "a step that the scaler skips would have to be known of before the next loss is scaled; use --bf16",
     ),
     Refusal(
         "--rerun-mode other than disabled",
-        lambda config: getattr(config, "rerun_mode", "disabled") != "disabled",
+        _reruns,
         "Megatron then has all ranks meet before each step, and nothing would be gained; give --rerun-mode disabled",
     ),
     Refusal(
@@ -107,12 +117,12 @@ SYNC_MODES = (
     Refusal("--calculate-per-token-loss", setting("calculate_per_token_loss"), _APART),
     Refusal(
         "--fp16 (a loss scaler)",
-        lambda settings: bool(getattr(settings, "fp16", False)) or getattr(settings, "loss_scale", None) is not None,
+        _scales_losses,
         "replicas would scale losses by different factors; use --bf16",
     ),
     Refusal(
         "--rerun-mode other than disabled",
-        lambda settings: getattr(settings, "rerun_mode", "disabled") != "disabled",
+        _reruns,
         f"{_APART}; give --rerun-mode disabled",
     ),
     Refusal("--exit-duration-in-mins", lambda settings: bool(getattr(settings, "exit_duration_in_mins", None)), _APART),

@@ -63,7 +63,7 @@ REFUSALS = (
         "CUDA graphs (--cuda-graph-impl) other than Transformer Engine's, or with combined 1F1B",
         lambda config: (
             graphs_of(config) not in ("none", "transformer_engine")
-            or (graphs_of(config) != "none" and bool(getattr(config, "overlap_moe_expert_parallel_comm", False)))
+            or (graphs_of(config) != "none" and combines(config))
         ),
         "Transformer Engine's alone are captured in an order that can be given, and with combined 1F1B it is stock's",
         by_order=True,
