@@ -44,14 +44,17 @@ void raise_unless_done(Outcome outcome) {
     }
 }
 
+void check_first_frame(const Ring& ring, FrameHeader first) {
+    first.nbytes = std::min(first.total_nbytes, ring.slot_nbytes());
+    check_frame(first, ring.slot_nbytes(), UINT64_MAX);
+}
+
 void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t nbytes, double deadline_s) {
     header.total_nbytes = nbytes;
     Outcome outcome;
     {
         py::gil_scoped_release release;
-        FrameHeader first = header;
-        first.nbytes = std::min(nbytes, ring.slot_nbytes());
-        check_frame(first, ring.slot_nbytes(), UINT64_MAX);
+        check_first_frame(ring, header);
         outcome = write_message(ring, header, reinterpret_cast<const std::byte*>(address), deadline_s);
     }
     raise_unless_done(outcome);
@@ -64,9 +67,7 @@ std::uint64_t write_some(Ring& ring, FrameHeader header, std::uintptr_t address,
     Outcome outcome;
     {
         py::gil_scoped_release release;
-        FrameHeader first = header;
-        first.nbytes = std::min(nbytes, ring.slot_nbytes());
-        check_frame(first, ring.slot_nbytes(), UINT64_MAX);
+        check_first_frame(ring, header);
         outcome = write_part(ring, header, reinterpret_cast<const std::byte*>(address), offset, most, patience_s);
     }
     if (outcome == Outcome::kClosed) raise_unless_done(outcome);

@@ -95,8 +95,6 @@ bool RingWatch::woken() {
 }
 
 std::optional<Delivery> RingWatch::next(const Inboxes& inboxes, double deadline_s) {
-    Rings rings;
-    for (const auto& each : inboxes) rings.push_back(each.second);
     while (true) {
         if (woken()) return std::nullopt;
         for (std::size_t count = 0; count < inboxes.size(); ++count) {
@@ -113,6 +111,8 @@ std::optional<Delivery> RingWatch::next(const Inboxes& inboxes, double deadline_
             return delivery;
         }
         if (monotonic_s() >= deadline_s) return std::nullopt;
+        Rings rings;
+        for (const auto& each : inboxes) rings.push_back(each.second);
         const auto failed = sleep(
             rings, [](Ring& ring) { return ring.begin_filled_together(); },
             [](Ring& ring) { ring.end_filled_together(); },
@@ -132,7 +132,7 @@ std::optional<std::size_t> RingWatch::await_room(const Rings& rings, double dead
         const auto failed = sleep(
             rings, [](Ring& ring) { return ring.begin_emptied_together(); },
             [](Ring& ring) { ring.end_emptied_together(); }, ready, deadline_s);
-        if (failed) return failed->index;  // whoever writes there next meets the error
+        if (failed) return failed->index;  // the next write there meets the error
     }
 }
 
