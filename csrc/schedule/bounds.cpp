@@ -464,9 +464,9 @@ Bound alone_bound(const Problem& problem) {
     const auto least = [&](Kind kind, int v) {  // until the message leaves
         const int stage = problem.stage_of(v), chunk = problem.chunk_of(v);
         double seconds = problem.seconds(kind, problem.row(v), 0);
+        if (kind == kForward) return seconds;  // before the first backward, which none can be combined with
         for (int other = 0; other < problem.chunks; ++other) {
             const Code one = problem.code(kind, chunk, 0), behind = problem.code(kForward, other, 0);
-            if (kind == kForward) continue;  // nothing runs beside the first
             seconds = std::min(seconds, problem.combined_sends_at * problem.combined_seconds(stage, behind, one));
         }
         return seconds;

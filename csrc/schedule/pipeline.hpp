@@ -19,8 +19,8 @@ enum Kind : int { kForward = 0, kBackward = 1, kBackwardInput = 2, kBackwardWeig
 using Code = std::int32_t;
 
 inline Kind kind_of(Code code) { return static_cast<Kind>(code & 3); }
-// Set in a forward that runs as one with the backward right behind it in its stage's order: a combined action. Whoever
-// ignores it runs the forward first, then the backward.
+// Set in a forward that runs as one with the backward right behind it in its stage's order: a combined action. To
+// ignore it means to run the forward first, then the backward.
 constexpr Code kCombined = 4;
 constexpr int kCodeShift = 3;  // above kind and mark: micro-batch and chunk
 // Actions from one with this code on that run as one.

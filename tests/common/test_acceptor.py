@@ -47,7 +47,7 @@ async def until(condition: Callable[[], bool], otherwise: str) -> None:
 
 
 async def refused_link(purpose: Purpose, connection: socket.socket) -> None:
-    raise AssertionError("a intruder was let in")
+    raise AssertionError("an intruder was admitted")
 
 
 def test_a_burst_of_silent_strangers_does_not_pass_the_limit(listener: socket.socket) -> None:

@@ -116,7 +116,7 @@ def test_a_replayed_answer_is_refused() -> None:
     answer, _confirmation = recorded()
     server, client = meet(accepting(), saying(answer, after=handshake.CHALLENGE_NBYTES))
     assert refusal(server) is HandshakeRefusal.WRONG_SECRET
-    assert client[1] == b"", "a intruder got an answer"
+    assert client[1] == b"", "an intruder got an answer"
 
 
 def test_a_reflected_proof_is_refused() -> None:

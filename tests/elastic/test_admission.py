@@ -64,7 +64,7 @@ def test_replicas_that_differ_are_found(store: SealedStore) -> None:
 
 
 def test_who_rings_without_the_secret_ends_no_attempt(store: SealedStore) -> None:
-    """A intruder that reaches the store rings for the second of two ranks."""
+    """An intruder that reaches the store rings for the second of two ranks."""
     desk, looks = CommitDesk(store, 0, 20.0), iter(range(3))
     store.set("came/1", b'{"attempt": "0/0/0", "tokens": 0, "divisors": [], "digests": {}}')
     store._store.add("bell/1/0/0/0", 1)

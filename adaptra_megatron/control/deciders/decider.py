@@ -14,10 +14,7 @@ import numpy.typing as npt
 
 from adaptra_megatron.common.reasons import Reason
 from adaptra_megatron.control.deciders.plan_state import Layout
-from adaptra_megatron.control.decisions import (
-    Forecast,
-    Section,
-)
+from adaptra_megatron.control.decisions import Forecast, Section
 from adaptra_megatron.control.detector.observations import (
     Array,
     Estimates,
@@ -116,7 +113,7 @@ def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> 
         here = received.codes[places] == sent.codes
         arrived_s, posted_s = (np.where(here, column[places], np.nan) for column in (arrived_s, posted_s))
     # Arrivals by the host path are seen when they happen, so the time of the receive's posting says nothing more.
-    if path is Path.HOST:  # its arrivals are seen whether or not they are asked for
+    if path is Path.HOST:
         return MessageColumns(sent.nbytes, sent.done_s, arrived_s, nothing)
     if not rendezvous:
         return MessageColumns(sent.nbytes, sent.done_s, arrived_s, posted_s)

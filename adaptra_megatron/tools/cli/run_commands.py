@@ -107,7 +107,7 @@ RUN is the directory that the job was given by --adaptra-trace-dir, with or with
 Exit status: 0 if there is nothing to do, 3 if something is slow, dead, silent or failed, 2 if the run cannot be read.
 """
 SOMETHING_TO_DO = 3
-"""Exit status that is no error, but means that somebody should look."""
+"""Exit status of a job in which something needs attention; not an error."""
 
 
 def add_status_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

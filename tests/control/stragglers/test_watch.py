@@ -231,7 +231,7 @@ def test_the_planner_process_finds_stragglers_and_so_does_the_next_one(store: di
         planned.decide()
         until(lambda: seen(StragglerDetection, 1))
         assert [each.pid for each in judges()] == [planned.client.process_id], "a second process"
-        assert planned.decide().until == 1, "planning goes on beside it"
+        assert planned.decide().until == 1, "planning goes on in the same process"
         (first,) = judges()
         first.kill()
         with pytest.raises(NoDecisionError):

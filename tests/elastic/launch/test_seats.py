@@ -92,7 +92,7 @@ def test_strangers_change_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
         strange = PrefixStore(f"adaptra/launch/{RUN_ID}", take(endpoint, 0).store)
     strange.add("seats/taken", 7)
     assert take(endpoint, None)[1:] == (1, 0)
-    strange.set("seats/1/0", b"host of a intruder")
+    strange.set("seats/1/0", b"host of an intruder")
     with pytest.raises(TamperedError, match="seats/1/0"):
         take(endpoint, 1)
 
