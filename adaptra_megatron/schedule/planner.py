@@ -126,17 +126,19 @@ def plan(
         left -= short_search
         orders = _native.plan(problem_from_costs(near), split, short_search, codes)["orders"]
         schedule = decode_orders(orders, costs)
-        starts.append((simulate(schedule, costs).makespan_s, orders))
-        best = _faster(best, schedule, costs)
+        makespan_s = simulate(schedule, costs).makespan_s
+        starts.append((makespan_s, orders))
+        best = _faster(best, schedule, makespan_s)
     if left >= short_search and best.gap > enough:
         tell("planning", 1 + searches, 2 + searches)
         starts = sorted(starts, key=operator.itemgetter(0))[:_STARTS]
         orders = _native.plan(problem, split, left, [*codes, *(orders for _, orders in starts)], enough)["orders"]
-        best = _faster(best, decode_orders(orders, costs), costs)
+        schedule = decode_orders(orders, costs)
+        best = _faster(best, schedule, simulate(schedule, costs).makespan_s)
     # As they are: the search splits all backwards of a stage or none.
     for schedule in known if split else ():
         if not costs.stages_over_cap(peak_in_flight(schedule, costs.released_at_backward_input)):
-            best = _faster(best, schedule, costs)
+            best = _faster(best, schedule, simulate(schedule, costs).makespan_s)
     peaks = peak_in_flight(best.schedule, costs.released_at_backward_input)
     return dataclasses.replace(best, peak_in_flight=peaks)
 
@@ -159,9 +161,8 @@ def _one_search(costs: Costs, split: bool) -> int:
     return searches * max(_PASSES * _actions_of(costs, split), _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
 
 
-def _faster(best: Plan, schedule: Schedule, costs: Costs) -> Plan:
+def _faster(best: Plan, schedule: Schedule, makespan_s: float) -> Plan:
     """Return `best`, or a plan of `schedule` if that is faster."""
-    makespan_s = simulate(schedule, costs).makespan_s
     if makespan_s < best.makespan_s * (1.0 - _NO_GAP):
         return dataclasses.replace(best, schedule=schedule, makespan_s=makespan_s)
     return best
