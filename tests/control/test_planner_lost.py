@@ -134,11 +134,13 @@ def test_plans_are_made_again_once_the_planner_process_has_been_killed(replica: 
     first = four.planner.process_id
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    decisions = [four.run(0.0) for _ in range(4)]
-    assert {decision.number for decision in decisions} == {1}, "what runs is kept"
-    assert four.planner.process_id not in (None, first)
+    until_s = time.monotonic() + PATIENCE_S
+    while four.planner.process_id in (None, first):  # another one is started after a pause, not at once
+        assert time.monotonic() < until_s, "no other planner process is started"
+        assert four.run(0.0).number == 1, "what runs is kept"
+    taken_over = four.iteration
     while four.run(4.0).number == 1:
-        assert four.iteration < 40, "the one that took over plans nothing"
+        assert four.iteration < taken_over + 40, "the one that took over plans nothing"
 
 
 def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
