@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
@@ -75,6 +76,8 @@ Result = TypeVar("Result")
 
 _ABORT_POLL_S = 0.2
 """Interval at which a rank in a meeting checks for an error that ends the job."""
+_SURVIVAL = "survival"
+"""Prefix of keys that all generations share."""
 _WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
 """Phases in which a rank learns whether the rejoining ranks take part."""
 
@@ -115,7 +118,7 @@ class RecoveryManager:
         """
         self._layout, self._control, self._groups, self._records = layout, control, groups, records
         self._timeout_s, self._patience_s = timeout_s, patience_s
-        self._store = control.punctual("survival", timeout_s)
+        self._store = control.punctual(_SURVIVAL, timeout_s)
         self._steps = ProtocolStore(control, self._store, timeout_s)
         self._desk = CommitDesk(self._store, layout.rank, timeout_s)
         self._rank = Rank.first(layout) if joined is None else joined.rank
@@ -305,8 +308,20 @@ class RecoveryManager:
             case Put(value=HandedIn() as state):
                 # The protocol is pure: it leaves a blank for the number of operations outside of calls.
                 request = replace(request, value=replace(state, operations=self._groups.operations()))
+            case Await(generation=None, key=fate):
+                self._await_fate(fate)
         assert isinstance(request, (Put, PutOnce, Await, AwaitAll))
         return self._steps.carry_out(request, self._check_wait)
+
+    def _await_fate(self, key: str) -> None:
+        """Wait for the fate of an attempt, as each iteration does. The store's server wakes this rank.
+
+        Polls would be late by up to their interval, or would be many.
+        """
+        with self._control.lent(_SURVIVAL, self._timeout_s, sealed=False) as client:
+            wait = functools.partial(client.wait, [key], timedelta(seconds=self._timeout_s))
+            # If interrupted, the thread ends with the next meeting at the latest, which writes all fates.
+            interruptible(wait, self._check_wait, self._timeout_s, f"the commit of call {self._rank.call}")
 
     def _hand_over(self, to: Generation) -> None:
         """Send this rank's state to the rejoining ranks. Raises RejoiningLateError if they are late, and the errors of
