@@ -11,7 +11,8 @@ If a member has failed, or fails during an operation:
    next operation over all of them (`FaultTolerantGroups.gather_missed`).
 3. A wait for members raises EpochEndedError once the set of live ranks has changed, LateRankError after the job's
    timeout, or the backend's error. None of them is an error of this rank (`failure_errors.is_communication`).
-4. Sums, maxima and minima are over live members. If several members hold the same state, it is added once.
+4. Sums, maxima and minima are over live members. If several members hold the same state, it is added once. So are
+   means outside of calls, by the number of what was added; inside of one they would be those of other micro-batches.
 5. Data that only failed members had is never made up. Gathering it raises UnwrittenError. Broadcasts of it, scatter,
    all-to-all, other reductions, and reduce-scatter without shards raise RuntimeError. These errors end the job.
 6. `size()` and `rank()` keep their initial values, except within `FaultTolerantGroups.numbered_alive`.
@@ -287,7 +288,8 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         known = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         if not self.whole and not any(operation == each for each in known):
             raise RuntimeError(
-                f"over {self.description}, whose members have failed, only sums, maxima and minima can be made"
+                f"over {self.description}, whose members have failed, only sums, maxima and minima can be made; means "
+                "only outside of calls"
             )
         # Several replicas of one stage hold the same norm or flag: one of them adds it, the others add 0. Maxima and
         # minima of equal values need no such care.
@@ -296,9 +298,10 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.zero_()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """Reduce over the live members: sum, maximum or minimum."""
+        """Reduce over the live members: sum, maximum, minimum or, outside of calls, mean."""
         options = dist.AllreduceOptions() if opts is None else opts
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        averages = options.reduceOp == dist.ReduceOp.AVG and not self._groups.is_inside
 
         behalves: list[Callable[[torch.Tensor], object]] = []
         if options.reduceOp == dist.ReduceOp.SUM:
@@ -306,12 +309,25 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
             behalves, self.behalves = self.behalves, behalves
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
+            if averages and not self.whole:
+                return self._averaged(native, outputs)
             self._reduced(outputs, options.reduceOp)
             for add in behalves:
                 add(outputs[0])
             return native.allreduce(outputs, options)
 
         return self._run(tensors, launch)
+
+    def _averaged(self, native: Any, outputs: list[torch.Tensor]) -> Any:
+        """Replace tensors by their means over the live members."""
+        self._reduced(outputs, dist.ReduceOp.SUM)
+        added = len(set(self.stand_ins.values()))
+
+        def divide() -> None:
+            for each in outputs:
+                each /= added
+
+        return CallbackWork(native.allreduce(outputs, dist.AllreduceOptions()), divide)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Reduce several tensors over the live members."""

@@ -195,6 +195,11 @@ class FaultTolerantGroups:
         return group
 
     @property
+    def is_inside(self) -> bool:
+        """Return whether a call of Megatron's schedules is running."""
+        return self._inside
+
+    @property
     def device(self) -> torch.device:
         """Device of the tensors of barriers and of collectives of objects."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

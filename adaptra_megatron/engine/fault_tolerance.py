@@ -27,6 +27,7 @@ from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFe
 from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, rejoin_job
 from adaptra_megatron.engine.rerouting import Rerouting
 from adaptra_megatron.engine.training_job import Job, JobEntry
+from adaptra_megatron.megatron.compat import data_parallel_group
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
 from adaptra_megatron.megatron.feature_refusals import refuse_for_recovery
 from adaptra_megatron.megatron.megatron_call import PipelineCall
@@ -254,6 +255,8 @@ class Recovery(IterationHooks):
         # Summing them over the replicas is done in place.
         contributed = tokens.clone() if call.config.calculate_per_token_loss else None
         finish()
+        if self.manager.generation.dead_cells:
+            self._kept.average_sums(data_parallel_group(call.groups))
         self._groups.synchronize()
         if contributed is None:
             self._conserved = self._feature.conservation.verify(call)

@@ -92,6 +92,17 @@ def test_operations_that_need_a_failed_member_are_refused_as_this_rank_s_error(n
     assert not is_communication(refusal.value), "or it would be repeated for ever"
 
 
+def test_means_are_over_the_live_outside_of_calls_and_refused_inside() -> None:
+    groups, group = without_rank_1()
+    options, given = dist.AllreduceOptions(), one()
+    options.reduceOp = dist.ReduceOp.AVG
+    group.allreduce([given], options).wait()
+    assert torch.equal(given, one() / 2)
+    groups._inside = True
+    with pytest.raises(RuntimeError, match="means only outside of calls"):
+        group.allreduce([given], options)
+
+
 def test_gathering_what_a_failed_rank_had_is_refused_unless_its_part_is_ignored() -> None:
     groups, group = without_rank_1()
     parts = [torch.full((1,), -1.0) for _ in range(REPLICAS)]

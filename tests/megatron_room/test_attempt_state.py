@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -92,3 +93,30 @@ def test_sums_for_the_log_hold_each_micro_batch_once() -> None:
     compute()
     state.restore()
     assert sorted(each.tolist() for each in logged_sums().values()) == [[0.0, 5.0], [2.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_sums_of_redistributed_micro_batches_are_averaged_as_all_would(
+    computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of four data-parallel ranks live, with equal sums; one that has been started again may compute nothing."""
+    sizes: list[int] = []
+
+    def all_reduce(numbers: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: object = None) -> None:
+        if op == torch.distributed.ReduceOp.MAX:
+            numbers.fill_(2)
+        else:
+            sizes.append(numbers.numel())
+            numbers *= 2
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    state, sums = AttemptState([]), torch.tensor([1.0, 0.0])
+    if computes:
+        MTPLossLoggingHelper.tracker["values"] = sums
+    state.keep()
+    if computes:
+        sums += torch.tensor([3.0, 4.0])
+    state.average_sums(cast(Any, SimpleNamespace(size=lambda: 4, members=(0, 2))))
+    assert sizes == [2]
+    assert sums.tolist() == ([1.0 + 2 * 3.0 / 4, 2 * 4.0 / 4] if computes else [1.0, 0.0])

@@ -9,6 +9,9 @@ In megatron-core 0.14 to 0.20, forwards and finalize_model_grads change this sta
    (transformer/moe/router.py, distributed/finalize_model_grads.py);
 2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, to which all micro-batches add.
 
+The sums are averaged over data-parallel ranks when they are logged. While cells are dead, live ranks add up those of
+other micro-batches, too, so they are averaged at once (`AttemptState.average_sums`).
+
 Random numbers are no such state, as they depend only on the micro-batch (`MicroBatchRandom`). FP8 recipes other than
 delayed scaling keep no state between two products. Buffers are few and small, so that copying them takes one or two
 launches per iteration.
@@ -19,14 +22,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.megatron.compat import logged_sums
+from adaptra_megatron.transport.gpu.training_device import current_device
+
+if TYPE_CHECKING:
+    from adaptra_megatron.elastic.process_group import FaultTolerantGroup
 
 
 class AttemptState:
@@ -65,6 +73,29 @@ class AttemptState:
                 value.copy_(self._sums[name])
             else:
                 value.zero_()  # the attempt made it
+
+    def average_sums(self, group: FaultTolerantGroup) -> None:
+        """Replace what this attempt has added to the sums by its mean over all members of `group`, which is of one
+        stage, and what was there before by its mean over the live ones. Collective; raises as an operation in a call.
+        """
+        sums = logged_sums()
+        means = [torch.zeros(0, device=current_device())]
+        for name in sorted(sums):
+            kept = self._sums.get(name, torch.zeros_like(sums[name]))
+            mean = (sums[name] - kept) / group.size() + kept / len(group.members)
+            means.append(mean.reshape(-1))
+        flat = torch.cat(means)
+        # A rank that has been started again has no sums before its first forward, and routes may leave it without one.
+        most = torch.tensor([flat.numel()], device=flat.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        if not most:
+            return
+        flat = flat if sums else flat.new_zeros(int(most))
+        dist.all_reduce(flat, group=group)
+        end = 0
+        for name in sorted(sums):
+            start, end = end, end + sums[name].numel()
+            sums[name].copy_(flat[start:end].view_as(sums[name]))
 
     def _all_buffers(self) -> list[torch.Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
