@@ -53,6 +53,8 @@ class Layout:
     replicas: int
     stages: int
     tensor: int = 1
+    expert: int = 1
+    """Number of data-parallel ranks in each replica, which its experts span."""
     flags: str = ""
     micro_batches: int = MICRO_BATCHES
     iterations: int = ITERATIONS
@@ -71,12 +73,17 @@ class Layout:
         return {**WITHIN, "grad norms": self.norms_within} if self.exact else WITHIN_ROUNDED
 
     @property
+    def lanes(self) -> int:
+        """Number of ranks in a cell."""
+        return self.tensor * self.expert
+
+    @property
     def world_size(self) -> int:
-        return self.replicas * self.stages * self.tensor
+        return self.replicas * self.stages * self.lanes
 
     def cell(self, rank: int) -> tuple[int, int]:
-        """Replica and stage of a rank, in Megatron's order: tensor lanes innermost, then replicas, then stages."""
-        return rank // self.tensor % self.replicas, rank // (self.tensor * self.replicas)
+        """Replica and stage of a rank, in Megatron's order: lanes innermost, then replicas, then stages."""
+        return rank // self.lanes % self.replicas, rank // (self.lanes * self.replicas)
 
     def is_lost(self, dead: Collection[tuple[int, int]]) -> bool:
         """Return whether something of the model is on no cell but `dead` ones: all of a stage, or a shard of the
@@ -99,8 +106,9 @@ class Layout:
         exact = "--emulate-exact-sums --clip-grad 1e6" if self.exact else ""
         layout = (
             f"--emulate-cpu --pipeline-model-parallel-size {self.stages} --tensor-model-parallel-size {self.tensor} "
+            f"--expert-model-parallel-size {self.expert} "
             f"--num-layers {self.stages} --mock-data --no-gradient-accumulation-fusion --hidden-size 32 "
-            f"--seq-length 16 --global-batch-size {self.micro_batches * self.replicas} "
+            f"--seq-length 16 --global-batch-size {self.micro_batches * self.replicas * self.expert} "
             f"--train-iters {self.iterations} --eval-iters 1 --eval-interval {self.iterations // 2} "
             f"--dump-state {directory} {exact} {self.adaptra} {self.flags.format(directory=directory)}"
         )
@@ -125,6 +133,7 @@ LAYOUTS = (
             Layout(4, 2, flags=f"{OVERLAPPED} {INSTANCES} 2"),
             Layout(3, 2, flags=DROPOUT, exact=False),
             Layout(3, 2, flags=EXPERTS),
+            Layout(2, 2, expert=2, flags=f"{EXPERTS} {OVERLAPPED}"),
             Layout(3, 2, flags=f"{OVERLAPPED} {SAVES}"),
         )
     ),
@@ -194,7 +203,7 @@ def problems(
         tensors, expected = dumped(directory, rank), dumped(peace, rank)
         if rank in back:
             expected = last(expected, tensors)
-        stage, lane = layout.cell(rank)[1], rank % layout.tensor
+        stage, lane = layout.cell(rank)[1], rank % layout.lanes
         parameters = {name: value for name, value in tensors.items() if name.startswith("parameter ")}
         prints.setdefault((stage, lane), set()).add(fingerprint(parameters))
         within = layout.within["losses"]

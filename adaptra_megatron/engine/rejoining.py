@@ -169,12 +169,12 @@ def handings(training: Training, layout: JobLayout, generation: Generation, befo
     """Return the transfers that this rank takes part in, in the job-wide order, which rules out circular waits."""
     found: list[Handing] = []
     for target in sorted(generation.live - before):
-        worker = layout.workers[target]
-        peers = [
-            rank
-            for rank in sorted(before, key=lambda each: (layout.workers[each].cell.replica, each))
-            if (layout.workers[rank].cell.stage, layout.workers[rank].lane) == (worker.cell.stage, worker.lane)
-        ]
+        stage, lane = layout.workers[target].cell.stage, layout.workers[target].lane
+        # Those of its lane first, whose parameters are its own. The copy of its shard may be at another lane.
+        peers = sorted(
+            (rank for rank in before if layout.workers[rank].cell.stage == stage),
+            key=lambda rank: (layout.workers[rank].lane != lane, layout.workers[rank].cell.replica, rank),
+        )
         for source in peers:
             shards = tuple(_shards(training, source, target, before))
             if source == peers[0] or shards:

@@ -4,6 +4,9 @@
 A replica's own iterator yields its micro-batches in order; micro-batches that are computed elsewhere are skipped. Data
 of another replica's micro-batch come from that replica's share of the samples, which Megatron-LM's samplers
 (megatron/training/datasets/data_samplers.py: MegatronPretrainingSampler) can compute on any rank.
+
+Experts may span data-parallel ranks: these are lanes of one replica, with data and losses of their own. Micro-batch n
+of a replica is then the n-th of each of its data-parallel ranks; each lane stands in for the same lane of the others.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ class MicroBatchSource(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Replica and number of a micro-batch."""
+    """Data-parallel rank and number of a micro-batch."""
 
-    replica: int
+    share: int
     number: int
     """Number within its iteration."""
 
@@ -53,9 +56,9 @@ class Home(NamedTuple):
 class MicroBatchFeed(Iterator[Any]):
     """Data iterator of one model chunk that yields the micro-batch selected for computation."""
 
-    def __init__(self, own: Iterator[Any], replica: int) -> None:
-        """`own`: iterator of the training script. `replica`: of this cell."""
-        self.own, self._replica = own, replica
+    def __init__(self, own: Iterator[Any], share: int) -> None:
+        """`own`: iterator of the training script. `share`: this rank's data-parallel rank."""
+        self.own, self._share = own, share
         self._source = source_of(own)
         self._first = self._next = 0
         """Numbers, since the training began, of the first micro-batches of this iteration and of the next."""
@@ -67,19 +70,22 @@ class MicroBatchFeed(Iterator[Any]):
         """Number of items that `own` has yielded since the training began: now, and at the beginning of this iteration.
         If this stage has had no work so far, as after a restart, `own` is behind.
         """
-        self._home = Home(replica, 0)
+        self._home = Home(share, 0)
 
     @property
     def routable(self) -> bool:
         """Return whether other replicas' micro-batches are available here."""
         return self._source is not None
 
-    def lengths(self, replicas: int, micro_batches: int) -> list[list[float]] | None:
-        """Return the relative costs of this iteration's micro-batches, [replica][number]; None if unknown."""
+    def lengths(self, shares: Sequence[Sequence[int]], micro_batches: int) -> list[list[float]] | None:
+        """Return the relative costs of this iteration's micro-batches, [replica][number]; None if unknown.
+
+        `shares`: data-parallel ranks of each replica, which compute in step.
+        """
         if self._source is None or (length := self._source.length) is None:
             return None
         numbers = range(self._first, self._first + micro_batches)
-        return [[length(replica, number) for number in numbers] for replica in range(replicas)]
+        return [[max(length(share, number) for share in each) for number in numbers] for each in shares]
 
     def begin_iteration(self, own: Iterator[Any], *, repeated: bool) -> None:
         """Begin an iteration. `own`: the training script's iterator for it.
@@ -98,11 +104,11 @@ class MicroBatchFeed(Iterator[Any]):
 
     def __next__(self) -> Any:
         self._reads = True
-        if self._home.replica == self._replica:
+        if self._home.share == self._share:
             self._read_through(self._home.number)
             return self._read[self._home.number]
-        assert self._source is not None, f"{self._home} was routed to replica {self._replica}, which cannot read it"
-        return self._source.micro_batch(self._home.replica, self._first + self._home.number)
+        assert self._source is not None, f"{self._home} was routed to share {self._share}, which cannot read it"
+        return self._source.micro_batch(self._home.share, self._first + self._home.number)
 
     def end_iteration(self, micro_batches: int) -> None:
         """End the iteration: all of its micro-batches have been computed, here or elsewhere."""
@@ -207,24 +213,24 @@ def reports_like(form: bytes, device: torch.device) -> Reports:
 def brought_home(
     computed: Mapping[Home, Reports],
     wanted: Sequence[int],
-    replicas: int,
+    shares: int,
     micro_batches: int,
     like: Reports,
     add_up: Callable[[torch.Tensor], None],
 ) -> Sequence[Reports]:
-    """Return the reports of all micro-batches of the `wanted` replicas, in order, from the cells that computed them.
+    """Return the reports of all micro-batches of the `wanted` shares, in order, from the ranks that computed them.
 
-    `computed`: reports of this cell. `like`: any report, for names, shapes and dtypes. `add_up`: sums a float64 tensor
-    [replicas, micro_batches, numbers] over the cells of the last stage, in place. Each entry is set by one cell and 0
-    elsewhere, so the sums equal the reports bit for bit.
+    `computed`: reports of this rank. `like`: any report, for names, shapes and dtypes. `add_up`: sums a float64 tensor
+    [shares, micro_batches, numbers] over the data-parallel ranks of the last stage, in place. Each entry is set by one
+    rank and 0 elsewhere, so the sums equal the reports bit for bit.
     """
     shapes = {name: value.shape for name, value in like.items()}
-    numbers = torch.zeros(replicas, micro_batches, sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
+    numbers = torch.zeros(shares, micro_batches, sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
     for home, reports in computed.items():
         flat = [reports[name].detach().reshape(-1).to("cpu", torch.float64) for name in shapes]
-        numbers[home.replica, home.number] = torch.cat(flat)
+        numbers[home.share, home.number] = torch.cat(flat)
     add_up(numbers)
-    return [_unpacked(row, like) for replica in wanted for row in numbers[replica]]
+    return [_unpacked(row, like) for share in wanted for row in numbers[share]]
 
 
 def _unpacked(row: torch.Tensor, like: Reports) -> dict[str, Any]:
@@ -256,7 +262,13 @@ class RoutableInputs:
         cannot compute each other's micro-batches, or ranks disagree on lengths; RuntimeError if replica 0 does not come
         in time.
         """
-        _refuse(call, layout)
+        self._peers = data_parallel_group(call.groups)
+        ranks = dist.get_process_group_ranks(self._peers)
+        self._shares = shares_of(ranks, layout)
+        """Data-parallel ranks of each replica."""
+        place = self._shares[layout.cell.replica].index(ranks.index(layout.rank))
+        self._stand_ins = [each[place] for each in self._shares]
+        """Data-parallel rank of this lane in each replica."""
         self._layout, self._control, self._timeout_s = layout, control, timeout_s
         replica = layout.cell.replica
         self._all_feeds: dict[bool, list[MicroBatchFeed | None]] = {}
@@ -266,14 +278,14 @@ class RoutableInputs:
         if any(draw.is_on(call.config) for draw in DRAWS):
             self._random = MicroBatchRandom.agreed(control, layout, timeout_s, says=replica == 0 and not joins)
         self._iteration, self._routed, self._micro_batches = 0, False, call.micro_batches
-        self._reported: tuple[int, ...] = (replica,)
+        self._reported: tuple[int, ...] = (self._stand_ins[replica],)
         lengths = self._lengths() if swap else None
         self.swaps = lengths is not None
         """True if lengths are known, so that whole micro-batches are swapped between replicas."""
         self.swapped = 0
         """Number of other replicas' micro-batches that this one has computed by swaps."""
-        self._instead: list[Home] | None = None
-        """Micro-batch computed in place of each one, replica by replica; None if nothing is swapped."""
+        self._instead: list[int] | None = None
+        """Job-wide number of the micro-batch computed in place of each one; None if nothing is swapped."""
         if not joins:
             self._check_agreed(lengths)
         if receives_wait(call) and not self.swaps:
@@ -289,7 +301,6 @@ class RoutableInputs:
         self._check, self._says_form = check, True
         """True until this rank has published the form of reports, for ranks that have seen none: routes may leave a
         restarted rank without work, or one in whose first iteration another rank fails."""
-        self._peers = data_parallel_group(call.groups)
 
     @property
     def routable(self) -> bool:
@@ -319,7 +330,7 @@ class RoutableInputs:
         for feed, own in zip(self._feeds, call.data_iterators, strict=True):
             if feed is not None and own is not None:
                 feed.begin_iteration(own, repeated=repeated)
-        self._reported = self._reported_replicas(dead)
+        self._reported = tuple(self._stand_ins[replica] for replica in self._reported_replicas(dead))
         if dead and not self.routable:
             raise UnsupportedFeatureError(
                 f"--adaptra-reroute: the {'evaluation' if call.forward_only else 'training'} data iterator of rank "
@@ -333,11 +344,11 @@ class RoutableInputs:
 
     def __call__(self, chunk: int, micro_batch: int) -> Input:
         """Return the input of the next forward, of `micro_batch`."""
-        home = Home(self._layout.cell.replica, micro_batch)
-        if self._routed:
-            home = Home(*divmod(micro_batch, self._micro_batches))
+        job = micro_batch if self._routed else self._layout.cell.replica * self._micro_batches + micro_batch
         if self._instead is not None:
-            home = self._instead[home.replica * self._micro_batches + home.number]
+            job = self._instead[job]
+        replica, number = divmod(job, self._micro_batches)
+        home = Home(self._stand_ins[replica], number)
         if self._random is not None:
             self._random.begin(self._iteration, *home, chunk)
         if (self._layout.cell.stage, chunk) == self._last_place:
@@ -362,9 +373,8 @@ class RoutableInputs:
         form = form_of(losses[0]) if losses and self._says_form else None
         if form is not None or self._like is None:
             self._share_form(form)
-        return list(
-            brought_home(computed, self._reported, self._layout.replicas, self._micro_batches, self._like, self._add_up)
-        )
+        shares = sum(map(len, self._shares))
+        return list(brought_home(computed, self._reported, shares, self._micro_batches, self._like, self._add_up))
 
     def _share_form(self, form: bytes | None) -> None:
         """Publish the form of reports; if it is unknown here, wait until a cell of the last stage publishes it.
@@ -392,8 +402,8 @@ class RoutableInputs:
         """Return the data feed of each chunk. Evaluations may have new iterators."""
         found = self._all_feeds.get(call.forward_only)
         if found is None or (call.forward_only and _owners(found) != list(map(id, call.data_iterators))):
-            replica = self._layout.cell.replica
-            found = [None if own is None else MicroBatchFeed(own, replica) for own in call.data_iterators]
+            share = self._stand_ins[self._layout.cell.replica]
+            found = [None if own is None else MicroBatchFeed(own, share) for own in call.data_iterators]
             self._all_feeds[call.forward_only] = found
         return found
 
@@ -409,7 +419,7 @@ class RoutableInputs:
 
     def _lengths(self) -> list[list[float]] | None:
         feed = next((feed for feed in self._feeds if feed is not None), None)
-        return None if feed is None else feed.lengths(self._layout.replicas, self._micro_batches)
+        return None if feed is None else feed.lengths(self._shares, self._micro_batches)
 
     def _check_agreed(self, lengths: list[list[float]] | None) -> None:
         """Raise UnsupportedFeatureError unless all ranks know the same lengths.
@@ -435,8 +445,8 @@ class RoutableInputs:
         if not self.swaps or (lengths := self._lengths()) is None:
             return
         dealt = balanced_replicas(lengths, slowness)
-        instead = [Home(*divmod(job, count)) for row in dealt for job in row]
-        if any(home.replica != number // count for number, home in enumerate(instead)):
+        instead = [job for row in dealt for job in row]
+        if any(job // count != place // count for place, job in enumerate(instead)):
             self._instead = instead
             self.swapped += sum(job // count != replica for job in dealt[replica])
 
@@ -455,14 +465,21 @@ def receives_wait(call: PipelineCall) -> bool:
     return call.message_shape is None and current_device().type == "cuda"
 
 
-def _refuse(call: PipelineCall, layout: JobLayout) -> None:
-    replicas = call.groups.dp_cp.size() // call.groups.cp.size()
-    if replicas == 1:
+def shares_of(ranks: Sequence[int], layout: JobLayout) -> list[list[int]]:
+    """Return the data-parallel ranks of each replica, from the global `ranks` of the group of this rank.
+
+    Raises UnsupportedFeatureError if there is no other replica.
+    """
+    if layout.replicas == 1:
+        one = "there is one"
+        if len(ranks) > 1:
+            one = f"all {len(ranks)} meet in each forward: their experts span all of them, or a loss is a global one"
         raise UnsupportedFeatureError(
-            "--adaptra-reroute moves micro-batches between data-parallel replicas, and there is one: drop it"
+            f"--adaptra-reroute moves micro-batches between data-parallel replicas, and {one}. Drop it"
         )
-    if replicas != layout.replicas:
-        raise UnsupportedFeatureError(
-            f"--adaptra-reroute does not run with experts that span data-parallel replicas: {replicas} replicas "
-            f"compute as {layout.replicas}, so none of them can take another's micro-batch. Drop one of the two"
-        )
+    shares: list[list[int]] = [[] for _ in range(layout.replicas)]
+    for share, rank in enumerate(ranks):
+        shares[layout.workers[rank].cell.replica].append(share)
+    lanes = [[layout.workers[ranks[share]].lane for share in each] for each in shares]
+    assert lanes == lanes[:1] * len(lanes), f"lanes differ between replicas: {lanes}"
+    return shares

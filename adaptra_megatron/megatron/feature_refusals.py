@@ -162,24 +162,28 @@ def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
     _raise_first(_sync_mode_errors(mode, *settings))
 
 
-def _experts_span_replicas(settings: Any) -> bool:
-    """Return whether a layer's experts are on ranks of several data-parallel replicas (`settings`: before defaults are
-    filled in)."""
+def _replicas_meet(settings: Any) -> bool:
+    """Return whether all data-parallel replicas meet in each forward, as far as `settings` say how many there are."""
+    if not has_experts(settings):
+        return False
+    if "global_aux_loss" in (getattr(settings, "moe_router_load_balancing_type", None) or ""):
+        return True
 
     def size(name: str, default: int = 1) -> int:
         return getattr(settings, f"{name}_parallel_size", None) or default
 
-    experts = size("expert_model") * size("expert_tensor", size("tensor_model"))
-    return has_experts(settings) and experts > size("tensor_model") * size("context")
+    experts = size("expert_model") * size("expert_tensor", size("tensor_model")) * size("pipeline_model")
+    world_size = getattr(settings, "world_size", None) or 0
+    return 0 < world_size <= experts and world_size > size("tensor_model") * size("context") * size("pipeline_model")
 
 
 REROUTING = (
     Refusal(
-        "experts that span data-parallel replicas",
-        _experts_span_replicas,
-        "such replicas compute as one, so none of them can take another's micro-batch; they do not span any where "
-        "--expert-model-parallel-size x --expert-tensor-parallel-size is at most --tensor-model-parallel-size x "
-        "--context-parallel-size",
+        "experts that span all data-parallel replicas, or a global auxiliary loss",
+        _replicas_meet,
+        "all replicas then meet in each forward, so none of them can take another's micro-batch; it takes twice as "
+        "many ranks as --expert-model-parallel-size x --expert-tensor-parallel-size x --pipeline-model-parallel-size, "
+        "and no global_aux_loss in --moe-router-load-balancing-type",
     ),
     Refusal(
         "combined 1F1B (--overlap-moe-expert-parallel-comm)",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,25 @@ def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) ->
     distances = relative_distances(stock, ours)
     assert max(share for name, share in distances.items() if name != "losses") <= 1e-5, distances
     assert distances.get("losses", 0.0) <= 1e-2
+
+
+def test_experts_that_span_replicas_are_outlived(tmp_path: Path) -> None:
+    """Ranks: the two that share experts innermost, then replicas, then stages. The logged auxiliary loss is stock's."""
+    experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--disable-bias-linear")
+    same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *experts, "--moe-aux-loss-coeff", "1e-2", "--train-iters", "5")
+    stock = pretrain(8, tmp_path / "stock", *same)
+    ours = pretrain(
+        8,
+        tmp_path / "ours",
+        *(*same, *OURS),
+        emulated=("--emulate-death", "1:2:+15"),
+        run=run_with_failures,
+        CUDA_DEVICE_MAX_CONNECTIONS="8",
+    )
+    assert [result.returncode for result in ours] == [1, KILLED, *[0] * 6]
+    for rank in range(2, 8):
+        check_near(dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank))
+    logged = [re.findall(r"load_balancing_loss: ([0-9.E+-]+)", each[-1].output) for each in (stock, ours)]
+    losses = [[float(each) for each in found] for found in logged]
+    assert len(losses[0]) == 5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from adaptra_megatron.engine.rejoining import HandOverLateError, _Lateness
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.elastic.generation import Generation, GenerationId
+from adaptra_megatron.engine.rejoining import HandOverLateError, Training, _Lateness, handings
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
 
 RANKS = str(Path(__file__).with_name("hand_over_ranks.py"))
@@ -41,3 +44,19 @@ def test_small_messages_say_nothing_of_large_ones() -> None:
         lateness.came(0.015, 0.0, 8)
     with pytest.raises(HandOverLateError):
         lateness.check(1, 1.1, 0.0, 4 * MIB)
+
+
+def test_a_shard_comes_from_the_rank_with_its_copy_also_of_another_lane() -> None:
+    """Rank 0 comes back, of two replicas of two lanes: its parameters from rank 2, its shard from rank 3, and from
+    rank 1 the copy that it holds."""
+    workers = {rank: Worker(Cell(rank // 2, 0), rank % 2, "host", "boot/net") for rank in range(4)}
+    group = SimpleNamespace(ranks=(0, 1, 2, 3), holders=[3, 0, 1, 2], has_shards=False)
+    optimizer = SimpleNamespace(optimizer=object(), shard_group=group)
+    training = Training([], optimizer, None, dict)
+    generation = Generation(GenerationId(1, 1), frozenset(range(4)), frozenset())
+    found = handings(training, JobLayout(0, workers), generation, frozenset({1, 2, 3}))
+    assert [(each.source, each.whole, each.shards) for each in found] == [
+        (2, True, ()),
+        (1, False, ((0, False),)),
+        (3, False, ((0, True),)),
+    ]

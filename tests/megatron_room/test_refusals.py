@@ -402,36 +402,43 @@ def test_what_cannot_be_recovered_is_refused_where_failures_are(name: str) -> No
     refuse_arguments(SimpleNamespace(**settings, adaptra_reroute="stragglers", pipeline_model_parallel_size=1))
 
 
-SPANNING = (
-    {"expert_model_parallel_size": 8},
-    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2},
-    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1},
-    {"context_parallel_size": 2, "expert_model_parallel_size": 4},
+MEETING = (
+    {"expert_model_parallel_size": 8, "world_size": 16},
+    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "world_size": 16},
+    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    | {"world_size": 16},
+    {"context_parallel_size": 2, "expert_model_parallel_size": 4, "world_size": 8},
+    {"moe_router_load_balancing_type": "global_aux_loss"},
+    {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]},
 )
-WITHIN = (
-    {},
-    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
-    {"context_parallel_size": 4, "expert_model_parallel_size": 4},
-    {"num_experts": None, "expert_model_parallel_size": 8},
+APART_IN_FORWARDS = (
+    {"expert_model_parallel_size": 8},
+    {"expert_model_parallel_size": 8, "world_size": 32},
+    {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    | {"world_size": 32},
+    {"context_parallel_size": 4, "expert_model_parallel_size": 4, "world_size": 16},
+    {"num_experts": None, "expert_model_parallel_size": 8, "world_size": 16},
+    {"moe_router_load_balancing_type": "aux_loss"},
 )
 
 
 @pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
-def test_experts_that_span_replicas_are_not_rerouted(reroute: str) -> None:
+def test_experts_that_span_all_replicas_are_not_rerouted(reroute: str) -> None:
     common = {"num_experts": 8, "adaptra_reroute": reroute, "pipeline_model_parallel_size": 2}
-    for each in SPANNING:
-        with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*experts that span"):
+    for each in MEETING:
+        with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*experts that span all"):
             refuse_arguments(SimpleNamespace(**common | each))
         refuse_arguments(SimpleNamespace(**common | each | {"adaptra_reroute": "off"}))
-    for each in WITHIN:
+    for each in APART_IN_FORWARDS:
         refuse_arguments(SimpleNamespace(**common | each))
 
 
 def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:
-    settings = SimpleNamespace(**SPANNING[0], num_experts=8, ddp_average_in_collective=True, adaptra_reroute="failures")
+    asked = {"num_experts": 8, "ddp_average_in_collective": True, "adaptra_reroute": "failures"}
+    settings = SimpleNamespace(**MEETING[0], **asked, pipeline_model_parallel_size=2)
     features = prospects_of(settings).features
     assert [each.name.rpartition(" with ")[2] for each in features if each.effect == "refused"] == [
-        "experts that span data-parallel replicas",
+        "experts that span all data-parallel replicas, or a global auxiliary loss",
         "--ddp-average-in-collective",
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +42,10 @@ def data(replica: int, length: Any = length) -> RoutableMicroBatches:
     return RoutableMicroBatches(own, lambda *place: place, length)
 
 
-def call(iterator: Any, *, replicas: int = REPLICAS, message_shape: Any = (1, 1, 1), dropout: float = 0.0) -> Any:
-    groups = SimpleNamespace(
-        dp_cp=SimpleNamespace(size=lambda: replicas), cp=SimpleNamespace(size=lambda: 1), dp=object()
-    )
+def call(iterator: Any, *, message_shape: Any = (1, 1, 1), dropout: float = 0.0) -> Any:
     return SimpleNamespace(
         data_iterators=[iterator],
-        groups=groups,
+        groups=SimpleNamespace(dp=object()),
         message_shape=message_shape,
         micro_batches=MICRO_BATCHES,
         forward_only=False,
@@ -64,11 +61,21 @@ def control(monkeypatch: pytest.MonkeyPatch) -> ControlStore:
     return ControlStore(HashStore(), SECRET, "job")
 
 
-def cell_inputs(control: ControlStore, rank: int, made: Any) -> RoutableInputs:
-    """Those of a rank of two pipelines of two stages."""
-    job = layout([(0, 1), (2, 3)], rank)
+def cell_inputs(
+    control: ControlStore,
+    rank: int,
+    made: Any,
+    pipelines: Sequence[Sequence[int]] = ((0, 1), (2, 3)),
+    joined: Sequence[Sequence[int]] = (),
+    **keywords: Any,
+) -> RoutableInputs:
+    """Those of a rank of some pipelines of two stages. `joined`: groups that experts span."""
+    job = layout(pipelines, rank, joined=joined)
     job.together = True
-    return RoutableInputs(made, control, job, TIMEOUT_S)
+    replicas = [each[job.cell.stage] for each in pipelines]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.distributed, "get_process_group_ranks", lambda _group: replicas)
+        return RoutableInputs(made, control, job, keywords.pop("timeout_s", TIMEOUT_S), **keywords)
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -219,9 +226,7 @@ def test_losses_that_no_cell_says_are_waited_for_until_a_rank_dies(control: Cont
             if dies:
                 raise EpochEndedError("epoch 1 has ended")
 
-        job = layout([(0, 1), (2, 3)], 3)
-        job.together = True
-        cell = RoutableInputs(made, control, job, timeout_s, check=check)
+        cell = cell_inputs(control, 3, made, timeout_s=timeout_s, check=check)
         cell.begin(made, 0, routed=True, dead=frozenset({Cell(1, 0)}))
         with pytest.raises(RuntimeError, match=says):
             cell.end([], losses_moved=True)
@@ -243,11 +248,52 @@ def test_lengths_of_some_ranks_alone_are_refused(control: ControlStore) -> None:
         cell_inputs(control, 2, call(data(1)))
 
 
-@pytest.mark.parametrize(("replicas", "why"), [(4, "experts that span data-parallel replicas: 4 replicas"), (1, "one")])
-def test_replicas_that_cannot_help_each_other_are_refused(replicas: int, why: str, control: ControlStore) -> None:
-    """Pipelines that meet in collectives of experts are one replica of the layout."""
+SPANNED = ((0, 1), (2, 3), (4, 5), (6, 7))
+"""Four pipelines, of which the experts of each pair meet: two replicas of two lanes."""
+PAIRS = ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+def test_lanes_that_experts_join_compute_the_same_number_of_other_replicas_each_of_its_own_data(
+    control: ControlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replica 1's last cell is dead: the lanes of replica 0's, ranks 1 and 3, also have the losses of its two lanes."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, group: None)
+    calls = [call(data(share, None)) for share in range(2)]
+    cell_inputs(control, 0, call(data(0, None)), SPANNED, PAIRS)
+    lanes = [cell_inputs(control, rank, made, SPANNED, PAIRS) for rank, made in zip((1, 3), calls, strict=True)]
+    for share, (lane, made) in enumerate(zip(lanes, calls, strict=True)):
+        lane.begin(made, 0, routed=True, dead=frozenset({Cell(1, 1)}))
+        expected = [(each, number) for each in (share, share + 2) for number in range(MICRO_BATCHES)]
+        read = [next(lane(0, number).iterator or iter(())) for number in range(REPLICAS * MICRO_BATCHES)]
+        assert read == expected
+        reports = [{"lm loss": torch.tensor(place, dtype=torch.float32)} for place in read]
+        assert [tuple(each["lm loss"].tolist()) for each in lane.end(reports, losses_moved=True)] == expected
+
+
+def test_lanes_swap_by_the_longest_of_what_they_compute_in_step(control: ControlStore) -> None:
+    """Of each pair of shares the second is the longer one."""
+
+    def of_pairs(share: int, number: int) -> float:
+        return length(share // 2, number) / (2 - share % 2)
+
+    calls = [call(data(share, of_pairs)) for share in range(4)]
+    for share, rank in enumerate((0, 2, 4, 6)):
+        lane = cell_inputs(control, rank, calls[share], SPANNED, PAIRS)
+        lane.begin(calls[share], 0, routed=False)
+        read = [next(lane(0, number).iterator or iter(())) for number in range(MICRO_BATCHES)]
+        assert {each % 2 for each, _ in read} == {share % 2}
+        assert sum(length(each // 2, number) for each, number in read) == [12.0, 11.0][share // 2]
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "joined", "why"),
+    [(SPANNED, ((0, 2, 4, 6),), "all 4 meet in each forward: their experts span"), (((0, 1),), (), "there is one")],
+)
+def test_replicas_that_cannot_help_each_other_are_refused(
+    pipelines: Any, joined: Any, why: str, control: ControlStore
+) -> None:
     with pytest.raises(UnsupportedFeatureError, match=why):
-        cell_inputs(control, 0, call(data(0), replicas=replicas))
+        cell_inputs(control, 0, call(data(0)), pipelines, joined)
 
 
 def test_gpus_swap_what_they_cannot_route(control: ControlStore, monkeypatch: pytest.MonkeyPatch) -> None:

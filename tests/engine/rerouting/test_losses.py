@@ -16,7 +16,7 @@ REPLICAS, MICRO_BATCHES = 3, 4
 
 
 def reports(home: Home) -> Reports:
-    loss = torch.tensor([home.replica + home.number / 7, 10.0 + home.number])
+    loss = torch.tensor([home.share + home.number / 7, 10.0 + home.number])
     return {"lm loss": loss, "balance": torch.tensor(home.number, dtype=torch.int64)}
 
 

@@ -119,7 +119,7 @@ def test_a_feed_yields_what_is_computed_here_in_any_order(
         chance.shuffle(homes)
         for home in homes:
             feed.select(home)
-            assert next(feed) == expected[home.replica][4 * iteration + home.number]
+            assert next(feed) == expected[home.share][4 * iteration + home.number]
         feed.end_iteration(4)
 
 
@@ -131,7 +131,7 @@ def test_an_iteration_that_megatron_repeats_reads_the_same_again() -> None:
         feed.begin_iteration(iter(expected[0][first:]), repeated=repeated)
         for home in (Home(1, 0), Home(0, 1), Home(1, 1)):
             feed.select(home)
-            assert next(feed) == expected[home.replica][first + home.number]
+            assert next(feed) == expected[home.share][first + home.number]
         feed.end_iteration(2)
 
 

@@ -82,6 +82,12 @@ CASES = (
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
     Case("multi-token-prediction", Layout(3, 2, flags=f"{SHARDED} {MTP}"), ("1:3:2", "5:4:7")),
     Case("experts-whose-bias-moves", Layout(3, 2, flags=EXPERTS), ("1:3:2", "5:4:1"), slow=False),
+    Case("experts-that-span-replicas", Layout(2, 2, expert=2, flags=f"{EXPERTS} {PER_TOKEN}"), ("1:3:2",), slow=False),
+    Case(
+        "experts-that-span-replicas-sharded",
+        Layout(2, 2, expert=2, flags=f"{EXPERTS} {SHARDED} {DROPOUT}"),
+        ("2:3:2", "5:4:1"),
+    ),
 )
 
 
@@ -107,6 +113,12 @@ RETURNS = (
     Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {SHARDED} {DROPOUT}"), ("1:2:3", "5:4:2")),
     Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("0:2:1", "6:2:3", "0:5:2")),
     Case("two-cells-at-once", Layout(3, 2, flags=f"{PER_TOKEN} {DROPOUT}"), ("0:2:1", "4:2:3")),
+    Case(
+        "experts-that-span-replicas",
+        Layout(2, 2, expert=2, flags=f"{EXPERTS} {SHARDED}"),
+        ("1:2:1", "6:2:3", "2:5:2"),
+        slow=False,
+    ),
 )
 
 

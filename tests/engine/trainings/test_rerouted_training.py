@@ -29,21 +29,29 @@ class Case:
     slow: str
     flags: str = ""
     tensor: int = 1
+    expert: int = 1
+    """Number of data-parallel ranks in each replica, which its experts span."""
     rounding: float = 1.0
     """How many times as far as in single precision sums may be."""
     times: int = 3
     """How many times as long the slow cell takes."""
 
     @property
+    def lanes(self) -> int:
+        return self.tensor * self.expert
+
+    @property
     def world_size(self) -> int:
-        return self.replicas * self.stages * self.tensor
+        return self.replicas * self.stages * self.lanes
 
     def arguments(self) -> tuple[str, ...]:
         times = ",".join(3 * [f"{COMPUTE_MS}"])
         return tuple(
             f"--pipeline-model-parallel-size {self.stages} --tensor-model-parallel-size {self.tensor} "
+            f"--expert-model-parallel-size {self.expert} "
             f"--num-layers {self.stages} --mock-data --no-gradient-accumulation-fusion --hidden-size 32 "
-            f"--seq-length 16 --global-batch-size {MICRO_BATCHES * self.replicas} --train-iters {ITERATIONS} "
+            f"--seq-length 16 --global-batch-size {MICRO_BATCHES * self.replicas * self.expert} "
+            f"--train-iters {ITERATIONS} "
             f"--emulate-compute-ms {times} --emulate-exact-times --emulate-prompt-planner --adaptra "
             f"--adaptra-reroute stragglers --adaptra-host-transport shm --adaptra-max-in-flight 8 {self.flags}".split()
         )
@@ -70,6 +78,7 @@ CASES = (
         f"{PER_TOKEN} --num-experts 4 --sequence-parallel",
         tensor=2,
     ),
+    Case("experts-that-span-replicas", 2, 2, "0.1", "--num-experts 4", expert=2),
     Case("multi-token-prediction", 2, 2, "0.1", "--position-embedding-type rope --mtp-num-layers 1"),
     Case("full-recomputation", 2, 2, "1.1", f"{RECOMPUTE} {DROPOUT}"),
     Case("selective-recomputation", 2, 2, "0.0", f"--recompute-granularity selective {DROPOUT}"),
@@ -110,9 +119,9 @@ def test_routed_training_is_training(case: Case, tmp_path: Path, fork_server: Fo
 
 
 def check_replicas(report: VariantReport, case: Case) -> None:
-    """All replicas have the same parameters, to the bit. Ranks: tensor lanes innermost, then replicas, then stages."""
+    """All replicas have the same parameters, to the bit. Ranks: lanes innermost, then replicas, then stages."""
     for stage in range(case.stages):
-        for lane in range(case.tensor):
-            first = stage * case.replicas * case.tensor + lane
-            found = {report.fingerprints[first + replica * case.tensor] for replica in range(case.replicas)}
+        for lane in range(case.lanes):
+            first = stage * case.replicas * case.lanes + lane
+            found = {report.fingerprints[first + replica * case.lanes] for replica in range(case.replicas)}
             assert len(found) == 1, f"{report.name}: replicas of stage {stage}, lane {lane} differ"
