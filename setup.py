@@ -30,7 +30,7 @@ START_UP = "adaptra_megatron.pth"
 
 
 class build_start_up(Command):
-    """Puts the .pth file beside the package: into wheels by way of build_lib, into editable ones directly.
+    """Puts the .pth file next to the package: into wheels by way of build_lib, into editable ones directly.
 
     Being listed among the wheel's files, it goes when the package is uninstalled. Follows the protocol
     setuptools.command.build.SubCommand.

@@ -214,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="corrupted words of rings",
     )
     parser.add_argument(
-        "--strangers",
-        dest="unauthenticated_peers",
+        "--unauthenticated-peers",
         type=int,
         default=Campaign.unauthenticated_peers,
         help="floods of unproven connections",

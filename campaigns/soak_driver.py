@@ -194,7 +194,7 @@ class SoakDriver:
             at_s = time.monotonic()
             process.send(signal.SIGKILL)
             if not process.ended(_PROMPTLY_S):
-                self._complain(fault, f"process {pid} outlived SIGKILL")
+                self._complain(fault, f"process {pid} still runs after SIGKILL")
             return at_s
 
     def _hold(self, pid: int, fault: Fault) -> float:

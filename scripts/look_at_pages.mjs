@@ -4,7 +4,7 @@
 //   node scripts/look_at_pages.mjs DIRECTORY PAGE.html...
 //
 // Exit status 1 if axe-core has a serious or critical finding, or a page is wider than its screen. Needs puppeteer-core
-// and axe-core beside DIRECTORY (npm install --prefix DIRECTORY), and Chromium at $CHROMIUM or /usr/bin/chromium.
+// and axe-core in DIRECTORY (npm install --prefix DIRECTORY), and Chromium at $CHROMIUM or /usr/bin/chromium.
 import { createRequire } from "node:module";
 import { basename, resolve } from "node:path";
 

@@ -75,7 +75,7 @@ its replacement relies on:
 {patches}
 
 ## Differences between releases
-Told apart by what is there, in one module (`adaptra_megatron/megatron/compat.py`), never by the version:
+Distinguished by what is there, in one module (`adaptra_megatron/megatron/compat.py`), never by the version:
 
 {differences}
 """

@@ -125,7 +125,7 @@ def test_what_would_have_no_effect_is_refused(name: str, context: str, plan: Pat
 
 
 @pytest.mark.parametrize("reroute", ["failures", "all"])
-def test_sums_around_a_straggler_do_not_outlive_ranks(reroute: str) -> None:
+def test_sums_around_a_straggler_do_not_survive_failures(reroute: str) -> None:
     with pytest.raises(ConfigError, match=f"--adaptra-gradient-sync hidden .*--adaptra-reroute {reroute} .*drop one"):
         AdaptraConfig(gradient_sync="hidden", reroute=reroute)
     AdaptraConfig(gradient_sync="hidden", reroute="stragglers")

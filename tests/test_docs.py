@@ -135,10 +135,10 @@ def test_times_in_the_text_are_those_of_the_pictures() -> None:
     made = re.compile(r"<!-- \w+: made by .*?<!-- until here -->", re.DOTALL)
     page = (DOCS / "how_it_works.md").read_text()
     shown = "".join(made.findall(page)) + "".join(picture.read_text() for picture in DOCS.glob("pictures/*.svg"))
-    told = set(re.findall(r"\b\d+ ms", made.sub("", page)))
+    stated = set(re.findall(r"\b\d+ ms", made.sub("", page)))
     inputs = {"10 ms", "20 ms"}
-    assert len(told) > 6
-    assert told - inputs <= set(re.findall(r"\b\d+ ms", shown))
+    assert len(stated) > 6
+    assert stated - inputs <= set(re.findall(r"\b\d+ ms", shown))
 
 
 NOT_WRITTEN = re.compile(r"<!-- (?:\w+: )?made by .*?<!-- until here -->|```mermaid\n.*?```", re.DOTALL)

@@ -81,7 +81,7 @@ def test_a_host_without_a_number_is_told_what_lacks(tmp_path: Path) -> None:
     [
         ({}, ["torchrun", "--nnodes", "3"]),
         ({"LAUNCHER": "adaptra launch"}, ["adaptra", "launch", "--nproc-per-node"]),
-        ({"LAUNCHER": "adaptra launch", "OUTLIVE": "1"}, ["adaptra", "launch", "--nproc-per-node"]),
+        ({"LAUNCHER": "adaptra launch", "NO_KILL": "1"}, ["adaptra", "launch", "--nproc-per-node"]),
         ({"CONTAINER": "/images/gpt.sqsh"}, ["torchrun", "--nnodes", "3"]),
     ],
 )
@@ -89,7 +89,7 @@ def test_slurm_starts_one_launcher_per_node(given: dict[str, str], starts: list[
     words = called(tmp_path, "slurm.sbatch", **SLURM, **given)
     first = words.index(starts[0])
     step, command = words[:first], words[first:-1]
-    fault_tolerant = "OUTLIVE" in given
+    fault_tolerant = "NO_KILL" in given
     assert step[:3] == ["srun", "--nodes=3", "--ntasks-per-node=1"]
     assert ("--container-image=/images/gpt.sqsh" in step) == ("CONTAINER" in given)
     assert ("--no-kill" in step and "--kill-on-bad-exit=0" in step) == fault_tolerant

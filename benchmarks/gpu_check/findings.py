@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks find: written by a check's process line by line, so that what was seen outlives it."""
+"""What checks find: written by a check's process line by line, so that what was seen is there after it."""
 
 from __future__ import annotations
 

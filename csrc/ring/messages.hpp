@@ -44,7 +44,7 @@ struct Event {
     std::uint64_t slots = 0;
 };
 
-// The receiving end of one sender's messages. It outlives rings: after a new ring has replaced a broken one, the sender
+// The receiving end of one sender's messages. It is kept when rings are replaced: after a new ring has replaced a broken one, the sender
 // sends again what was not acknowledged, and what is already here is recognised by its sequence number.
 //
 // Messages are put together in memory of the inbox. Where that is only on their way to a device, those that were asked

@@ -274,7 +274,7 @@ double Search::makespan_of(const Orders& orders) {
 
 // A round from each of the best seeds, then more rounds from the best schedule.
 void Search::improve() {
-    if (shares_queue_) return;  // which moves help there is not told by critical paths
+    if (shares_queue_) return;  // critical paths do not show which moves help there
     std::vector<LocalSearch> searches;
     for (const Seed& seed : seeds_) {
         if (good_enough() || spent()) return;

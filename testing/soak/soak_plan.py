@@ -40,7 +40,7 @@ class Kind(str, enum.Enum):
     STOP_STORE = "stop store"
     KILL_STORE = "kill store"
     CORRUPT_RING = "spoil ring"
-    UNAUTHENTICATED_PEERS = "strangers"
+    UNAUTHENTICATED_PEERS = "unauthenticated peers"
     SIGNAL_DELEGATE = "signal delegate"
     SILENT_PATH = "silent device path"
     FAILING_SENDS = "device sends raise"

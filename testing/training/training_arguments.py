@@ -156,7 +156,7 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         "--emulate-fault-plan",
         default=None,
         metavar="DIR",
-        help="the directory of a fault campaign (campaigns.soak), whose driver runs beside the job",
+        help="the directory of a fault campaign (campaigns.soak), whose driver runs along with the job",
     )
     group.add_argument(
         "--emulate-path-flaps",

@@ -50,7 +50,7 @@ async def refused_link(purpose: Purpose, connection: socket.socket) -> None:
     raise AssertionError("an intruder was admitted")
 
 
-def test_a_burst_of_silent_strangers_does_not_pass_the_limit(listener: socket.socket) -> None:
+def test_a_burst_of_silent_peers_does_not_pass_the_limit(listener: socket.socket) -> None:
     async def run() -> None:
         acceptor = Acceptor(SECRET, TIMEOUT_S, refused_link)
         with contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ def test_a_burst_of_silent_strangers_does_not_pass_the_limit(listener: socket.so
     asyncio.run(run())
 
 
-def test_strangers_of_one_host_do_not_displace_who_comes_from_another() -> None:
+def test_unauthenticated_peers_of_one_host_do_not_displace_who_comes_from_another() -> None:
     async def run() -> None:
         admitted = asyncio.Event()
 
@@ -100,7 +100,7 @@ def test_strangers_of_one_host_do_not_displace_who_comes_from_another() -> None:
     asyncio.run(run())
 
 
-def test_strangers_do_not_displace_who_is_proven(listener: socket.socket) -> None:
+def test_unauthenticated_peers_do_not_displace_who_is_proven(listener: socket.socket) -> None:
     async def run() -> None:
         admitted, done = asyncio.Event(), asyncio.Event()
         kept: list[socket.socket] = []

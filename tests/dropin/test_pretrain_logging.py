@@ -34,7 +34,7 @@ def logged_timers(logs: Path) -> set[str]:
     return {name for path in logs.iterdir() for name in LOGGED.findall(path.read_text(errors="replace"))}
 
 
-def test_tensorboard_has_the_scalars_of_stock_and_ours_beside(tmp_path: Path) -> None:
+def test_tensorboard_has_the_scalars_of_stock_and_ours(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="make megatron installs it")
     found = {}
     for name, flags in (("stock", ()), ("ours", ("--adaptra",))):

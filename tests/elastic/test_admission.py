@@ -80,7 +80,7 @@ def test_who_rings_without_the_secret_ends_no_attempt(store: SealedStore) -> Non
         CommitDesk(store, 2, 20.0)._words(["came/1"], "1/0/0", lambda: None)
 
 
-def test_a_word_is_written_once_and_no_stranger_writes_it(store: SealedStore) -> None:
+def test_a_word_is_written_once_and_no_unauthenticated_process_writes_it(store: SealedStore) -> None:
     assert store.put_once("fate/0/0/0", b"commit") == b"commit"
     assert store.put_once("fate/0/0/0", b"redo") == b"commit"
     store._store.set("fate/7/0/0", "commit 7")

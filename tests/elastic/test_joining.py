@@ -38,7 +38,7 @@ def test_what_belongs_to_a_host_may_differ() -> None:
 
 
 @pytest.mark.parametrize("reroute", ["off", "stragglers"])
-def test_a_job_that_does_not_outlive_ranks_lets_none_in(reroute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_does_not_survive_failures_lets_none_in(reroute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     assert live_groups(AdaptraConfig(reroute=reroute)) is None
     monkeypatch.setenv(START_VARIABLE, "1")

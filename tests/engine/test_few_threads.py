@@ -17,7 +17,7 @@ FOR_A_WHILE = {"adaptra-connecting", "adaptra-meet", "adaptra-blocking"}
 OF_LINKS = {"adaptra-connections", "adaptra-links-receive", "adaptra-links-send"}
 """For any number of peers: tests/transport/test_links_between_pipelines.py counts them with three."""
 MOST = 5
-"""Beside the main thread and those in gloo."""
+"""Besides the main thread and those in gloo."""
 
 
 @pytest.mark.timeout(150)

@@ -115,7 +115,7 @@ def test_each_byte_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("key", "identity"), [(b"l" * 32, IDENTITY), (b"", IDENTITY), (KEY, "job/4/hand-over/0-1")])
-def test_values_of_a_stranger_and_of_another_hand_over_are_not_parsed(
+def test_unauthenticated_values_and_those_of_another_hand_over_are_not_parsed(
     key: bytes, identity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def parsed(*_given: Any, **_keywords: Any) -> None:

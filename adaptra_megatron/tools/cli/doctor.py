@@ -72,14 +72,14 @@ def _run_ranks(transports: Sequence[str], timeout_s: float) -> tuple[list[dict[s
         try:
             run_ranks(2, argv, timeout_s=timeout_s, log_directory=Path(directory) / "logs")
         except LaunchError as error:
-            cause = _last_words(error, timeout_s)
+            cause = _last_output(error, timeout_s)
         outcomes = [json.loads(line) for line in results.read_text().splitlines()]
     if cause is None and len(outcomes) < len(transports):
         cause = "the processes ended without a result"
     return outcomes, cause
 
 
-def _last_words(error: LaunchError, timeout_s: float) -> str:
+def _last_output(error: LaunchError, timeout_s: float) -> str:
     """Return the last line of each rank that failed by itself: Python's exception."""
     said = []
     for result in error.results:

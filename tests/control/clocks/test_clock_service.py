@@ -114,7 +114,7 @@ sys.stdin.read()
 """
 
 
-def test_any_number_of_silent_strangers_takes_few_descriptors() -> None:
+def test_any_number_of_silent_peers_takes_few_descriptors() -> None:
     with serving(time.monotonic) as address:
         before = len(os.listdir("/proc/self/fd"))
         command = [sys.executable, "-c", KNOCK, str(address[1])]
@@ -129,7 +129,7 @@ def test_any_number_of_silent_strangers_takes_few_descriptors() -> None:
         assert held < MOST_UNPROVEN + 16
 
 
-def test_a_clock_outlives_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clock_survives_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving(time.monotonic) as address, socket.socket() as knocks:
         try:

@@ -112,7 +112,7 @@ class Launches:
 
     def gone(self) -> None:
         """Wait for all processes to have ended."""
-        until(lambda: not self.processes(), lambda: f"these outlive their launcher: {self.processes()}", 5.0)
+        until(lambda: not self.processes(), lambda: f"these still run without their launcher: {self.processes()}", 5.0)
 
     def kill(self) -> None:
         for pid in self.processes():

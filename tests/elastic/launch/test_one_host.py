@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra launch` on one host: exit status, errors, signals, logs, and nothing that outlives it."""
+"""`adaptra launch` on one host: exit status, errors, signals, logs, and nothing that still runs after it."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_what_a_rank_has_started_ends_with_it(launches: Launches) -> None:
     launched = launches.launch(script)
     assert launched.wait() == 0
     child = int(launches.until("child-0", launched))
-    until(lambda: not Path(f"/proc/{child}/cmdline").exists(), lambda: "it outlives its rank", 5.0)
+    until(lambda: not Path(f"/proc/{child}/cmdline").exists(), lambda: "it still runs without its rank", 5.0)
 
 
 def test_ranks_meet_in_the_launchers_store(launches: Launches) -> None:

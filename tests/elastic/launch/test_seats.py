@@ -83,7 +83,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return made
 
 
-def test_strangers_change_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_requests_change_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reaches the store may count and write as launchers do, but does not know the job's secret."""
     monkeypatch.setattr("adaptra_megatron.elastic.launch.endpoint._is_here", lambda _host: False)
     endpoint = Endpoint("127.0.0.1", free_port())

@@ -211,7 +211,7 @@ def test_a_restarted_rank_that_waits_for_a_lane_which_has_failed_ends_and_is_sta
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("dying", [pytest.param((0, 1), id="a-stage"), pytest.param((0, 1, 2, 3), id="all")])
-def test_what_the_job_does_not_outlive_ends_those_that_are_started_again(
+def test_what_the_job_does_not_survive_ends_those_that_are_started_again(
     dying: tuple[int, ...], tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """They would wait to be admitted by ranks of which none is left."""
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_those_that_live_is_one_of_the_whole_job(
 
 
 @pytest.mark.timeout(150)
-def test_a_training_that_goes_on_from_stocks_checkpoint_outlives_ranks(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_a_training_that_goes_on_from_stocks_checkpoint_survives_failures(tmp_path: Path, fork_server: ForkServer) -> None:
     """Copies of shards are those of what was loaded: the numbers are those of stock, which goes on from there, too."""
     checkpoints = tmp_path / "checkpoints"
     first = Layout(3, 2, flags=f"{SHARDED} --save {checkpoints} --train-iters 3", adaptra="")

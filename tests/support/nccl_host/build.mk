@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# NCCL's host code as a library that runs without a GPU: $(OUT)/libnccl.so, and made-up CUDA beside it. SOURCE: a tree of
+# NCCL's host code as a library that runs without a GPU: $(OUT)/libnccl.so, and made-up CUDA next to it. SOURCE: a tree of
 # NCCL's sources, of which no file is changed; CUDA: a directory of wheels with CUDA's headers; OUT: where to build.
 
 HERE := $(patsubst %/,%,$(dir $(lastword $(MAKEFILE_LIST))))
@@ -30,7 +30,7 @@ $(OUT)/include/nccl.h: $(SRC)/nccl.h.in
 	sed -e 's/$${nccl:Major}/$(NCCL_MAJOR)/; s/$${nccl:Minor}/$(NCCL_MINOR)/; s/$${nccl:Patch}/$(NCCL_PATCH)/' \
 		-e 's/$${nccl:Suffix}//; s/$${nccl:Version}/$(NUMBER)/' $< >$@
 
-# Which kernel does what: sends and receives alone. What it names beside them aborts.
+# Which kernel does what: sends and receives alone. What it names besides them aborts.
 $(OUT)/generated/tables.cc $(OUT)/generated/never.cc &: $(OUT)/include/nccl.h
 	python3 $(SRC)/device/generate.py $(OUT)/generated/plain SendRecv
 	python3 $(SRC)/device/symmetric/generate.py $(OUT)/generated/symmetric

@@ -161,7 +161,7 @@ Stream* stream_at(cudaStream_t handle) {
     if (handle != nullptr && handle != cudaStreamLegacy && handle != cudaStreamPerThread)
         return reinterpret_cast<Stream*>(handle);
     static std::mutex mutex;
-    static std::map<int, Stream*> defaults;  // for ever: threads of NCCL's outlive static destructors
+    static std::map<int, Stream*> defaults;  // for ever: threads of NCCL's still run after static destructors
     const std::lock_guard<std::mutex> lock(mutex);
     Stream*& found = defaults[current_device];
     if (found == nullptr) found = new_stream();

@@ -104,7 +104,7 @@ def test_what_is_shown_is_served(endpoint: PrometheusEndpoint, figures: Exported
     assert not [name for name in fetched(endpoint) if "replica=1" in name], "the rank that leads says it"
 
 
-def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(
+def test_dead_cells_and_what_each_loss_took_are_served_of_jobs_that_survive_failures(
     endpoint: PrometheusEndpoint, figures: ExportedFigures
 ) -> None:
     figures.show(10, replace(RANK, lost=FailureMetrics()))

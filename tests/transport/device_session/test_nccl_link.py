@@ -438,7 +438,7 @@ def test_closing_lets_what_was_sent_leave(gpus: Gpus) -> None:
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-def test_a_small_message_leaves_before_it_is_asked_for_and_outlives_its_sender(gpus: Gpus, aborts: bool) -> None:
+def test_a_small_message_leaves_before_it_is_asked_for_and_arrives_without_its_sender(gpus: Gpus, aborts: bool) -> None:
     """As NCCL's buffers have it (nccl_host_ranks.sent_before_it_is_asked_for)."""
     source, target = gpus.pair()
     for each in gpus.fabric.communicators:

@@ -246,7 +246,7 @@ def rank_lost(make: Make) -> None:
 
 
 def parent_killed(make: Make) -> None:
-    """Rank 0 dies by SIGKILL; its delegate does not outlive it, nor its addresses."""
+    """Rank 0 dies by SIGKILL; its delegate ends with it, nor its addresses."""
     transport = make()
     exchange(transport, 0)
     if dist.get_rank() == 1:
@@ -254,7 +254,7 @@ def parent_killed(make: Make) -> None:
         victim, delegate = (int(number) for number in store().get("victim").decode().split())
         store().set("kill", "now")
         until(lambda: not alive(victim), "the victim did not die")
-        until(lambda: not alive(delegate), "a delegate outlives its parent")
+        until(lambda: not alive(delegate), "a delegate still runs without its parent")
         transport.close()
         sys.stdout.write("survived\n")
         sys.stdout.flush()
@@ -344,7 +344,7 @@ def intruders(make: Make) -> None:
     assert transport.delegate_process_id is not None
     if dist.get_rank() == 1:
         os.kill(transport.delegate_process_id, signal.SIGKILL)  # after all that, a peer still gets in
-    exchange(transport, 2)  # the rings may outlive the delegate for as long as this takes
+    exchange(transport, 2)  # the rings may be usable without the delegate for as long as this takes
     until(lambda: transport.link_counters()[1 - dist.get_rank()].sessions > 1, "the link did not come up again")
     dist.barrier()
     transport.close()

@@ -120,7 +120,7 @@ def bytes_arrive(here: Rank) -> None:
 
 
 def sent_before_it_is_asked_for(here: Rank) -> None:
-    """A small message has left when its kernel ends, which waits for no receive, and outlives the sender's end: in
+    """A small message has left when its kernel ends, which waits for no receive, and arrives after the sender's end: in
     memory even an abort."""
     link = here.connected()
     if here.rank == 0:

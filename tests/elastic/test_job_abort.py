@@ -19,7 +19,7 @@ import torch.distributed as dist
 from adaptra_megatron.common.layout import process_identity
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import packed
-from adaptra_megatron.elastic import job_abort as last_word
+from adaptra_megatron.elastic import job_abort
 from adaptra_megatron.elastic.failure_errors import OtherRankError, UnrecoverableError
 from adaptra_megatron.elastic.job_abort import (
     Ending,
@@ -104,12 +104,12 @@ def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, caplo
         check_abort(store, "rank 0")
     ended_s = time.monotonic()
     launcher.join()
-    assert seen[0] <= ended_s < seen[0] + last_word._GOES_S - 1.0
+    assert seen[0] <= ended_s < seen[0] + job_abort._GOES_S - 1.0
 
 
 def test_a_process_that_does_not_end_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that cannot be seen from here: of another host, or in another container."""
-    monkeypatch.setattr(last_word, "_GOES_S", 0.3)
+    monkeypatch.setattr(job_abort, "_GOES_S", 0.3)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         here = ErrorNotice(NAME, "...", process.pid, process_identity())
         for word in (here, replace(here, process=2**22 + 1, identity="elsewhere")):
@@ -123,7 +123,7 @@ def test_a_process_that_does_not_end_is_not_waited_for_without_end(monkeypatch: 
 
 
 def test_an_error_is_logged_by_the_package(caplog: pytest.LogCaptureFixture) -> None:
-    last_word.log_own(NAME, failed(ValueError("...")))
+    job_abort.log_own(NAME, failed(ValueError("...")))
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("adaptra_megatron.elastic.job_abort", logging.ERROR)
 
@@ -142,5 +142,5 @@ def test_the_process_that_serves_the_store_ends_last(monkeypatch: pytest.MonkeyP
         Ending(lent, None, 1).wait()  # type: ignore[arg-type]
         assert going.over(process_identity()), "though nobody has asked for its exit status"
     assert going.over(process_identity())
-    monkeypatch.setattr(last_word, "_LAST_S", 0.2)
+    monkeypatch.setattr(job_abort, "_LAST_S", 0.2)
     Ending(lent, None, 2).wait()  # type: ignore[arg-type]

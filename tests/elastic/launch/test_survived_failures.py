@@ -20,7 +20,7 @@ WAITING_FOR_ALL = ("--emulate-wait-for-arrivals", "3")
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_rank_that_stands_still_is_ended_and_outlived(launches: Launches, tmp_path: Path) -> None:
+def test_a_rank_that_stands_still_is_ended_and_survived(launches: Launches, tmp_path: Path) -> None:
     """It is stopped: its process lives, and its host reports."""
     layout = Layout(2, 2, adaptra=f"{Layout.adaptra} --adaptra-timeout-s 5")
     arguments = layout.arguments(tmp_path / "stopped", ["1:3:1:stop"])
@@ -115,7 +115,7 @@ def parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_killed_rank_is_outlived(launches: Launches, tmp_path: Path) -> None:
+def test_a_killed_rank_is_survived(launches: Launches, tmp_path: Path) -> None:
     layout, launched = Layout(2, 2), []
     for name, deaths in (("peace", []), ("death", ["1:3:+20"])):
         arguments = layout.arguments(tmp_path / name, deaths)
