@@ -121,7 +121,7 @@ def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) ->
     assert distances.get("losses", 0.0) <= 1e-2
 
 
-def test_experts_that_span_replicas_are_outlived(tmp_path: Path) -> None:
+def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
     """Ranks: the two that share experts innermost, then replicas, then stages. The logged auxiliary loss is stock's."""
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--disable-bias-linear")
     same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *experts, "--moe-aux-loss-coeff", "1e-2", "--train-iters", "5")

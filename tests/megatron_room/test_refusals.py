@@ -342,7 +342,9 @@ def test_every_refusal_of_staggering_is_tried() -> None:
     ],
     ids=lambda optimizer: "-".join(map(str, optimizer.values())),
 )
-def test_shards_without_a_copy_are_refused_by_jobs_that_survive_failures(optimizer: dict[str, Any], reroute: str) -> None:
+def test_shards_without_a_copy_are_refused_by_jobs_that_survive_failures(
+    optimizer: dict[str, Any], reroute: str
+) -> None:
     for accepted in ({"optimizer": "muon"}, {"optimizer": "adam", "use_distributed_optimizer": True}):
         refuse_arguments(SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **accepted))
     parsed = SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **optimizer)

@@ -227,7 +227,9 @@ def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
     assert keeper._listed(range(keeper._MOST_NAMED + 2)).endswith(", 7 and 2 more")
 
 
-def test_a_decision_gets_to_all_that_follow_and_an_unauthenticated_peer_gets_nothing(replica: Callable[..., Replica]) -> None:
+def test_a_decision_gets_to_all_that_follow_and_an_unauthenticated_peer_gets_nothing(
+    replica: Callable[..., Replica],
+) -> None:
     four = replica()
     four.decide(0.0)
     intruder = ReportLink(b"t" * 32, purpose_of(PLACE, 1, 0), 3, four.woken.set)

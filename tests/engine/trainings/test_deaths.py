@@ -288,7 +288,9 @@ def test_a_checkpoint_of_those_that_live_is_one_of_the_whole_job(
 
 
 @pytest.mark.timeout(150)
-def test_a_training_that_goes_on_from_stocks_checkpoint_survives_failures(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_a_training_that_goes_on_from_stocks_checkpoint_survives_failures(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """Copies of shards are those of what was loaded: the numbers are those of stock, which goes on from there, too."""
     checkpoints = tmp_path / "checkpoints"
     first = Layout(3, 2, flags=f"{SHARDED} --save {checkpoints} --train-iters 3", adaptra="")
