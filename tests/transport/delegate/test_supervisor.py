@@ -214,7 +214,7 @@ def test_a_package_next_to_ours_does_not_hide_pythons_modules(
 
 
 def test_a_forked_process_holds_nothing_of_the_links(start: Callable[[], tuple[End, End]]) -> None:
-    """As a data-loader worker, which may run longer than the training process: that one's peers are refused once it is gone."""
+    """As a data-loader worker, which may run longer than the training: that one's peers are refused once it is gone."""
     gc.collect()
     of_other_tests = Path("/proc/self/maps").read_text().count("memfd:adaptra-ring")
     one, other = start()

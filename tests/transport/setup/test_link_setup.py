@@ -206,7 +206,7 @@ def test_starting_takes_no_more_of_the_store_in_a_larger_job(monkeypatch: pytest
 
 
 def test_no_session_is_tried_at_a_store_that_is_gone() -> None:
-    """torch's own client would try for as long as its timeout lets it, in a thread that still runs after the link has closed."""
+    """torch's own client would try for as long as its timeout lets it, in a thread that the link does not end."""
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = dist.TCPStore("127.0.0.1", served.port, is_master=False, timeout=timedelta(seconds=60))
     control = ControlStore(dist.PrefixStore("job", job), b"secret", "token")
