@@ -174,13 +174,15 @@ class Inbox:
         """
     def ask(self, *, iteration: int, direction: int, chunk: int, micro_batch: int) -> None:
         """Have this message come out in parts, unless it has begun to come. Iterations only go up."""
-    def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None, hurry: bool = False) -> Event | None:
+    def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None, stays: bool = False) -> Event | None:
         """None at the deadline, when the ring's pokes are not `seen_pokes` (None: what they are at the call), or once
         the ring is empty of frames that came again, and were dropped.
 
-        Each event goes to one of the threads that wait, and to one in a `hurry` first. Raises RingClosedError once a
-        closed ring is empty, FrameError for a bad frame.
+        Meanwhile a RingWatch leaves the inbox to this thread; `stays`: also afterwards, until it comes for another ring
+        or calls `leave`. Raises RingClosedError once a closed ring is empty, FrameError for a bad frame.
         """
+    def leave(self) -> None:
+        """Leave the inbox to a RingWatch again."""
     @property
     def doubles(self) -> int: ...
 
@@ -203,7 +205,7 @@ class RingWatch:
     def next(self, inboxes: Sequence[tuple[Inbox, Ring]], deadline_s: float) -> Delivery | None:
         """Return what one of the rings delivers; None after `wake`, and at the deadline.
 
-        Inboxes in which another thread waits in a hurry are left to that thread.
+        Inboxes that another thread attends (`Inbox.next`) are left to that thread.
         """
     def await_room(self, rings: Sequence[Ring], deadline_s: float) -> int | None:
         """Return the index of a ring with room, or that is closed or spoilt; None as above."""

@@ -35,19 +35,15 @@ struct FutexWord {
     std::uint32_t seen = 0;
 };
 
-inline void wake_word(std::atomic<std::uint32_t>& word, std::uint32_t bits) {
-    syscall(SYS_futex, &word, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, bits);
-}
+inline void wake_word(std::atomic<std::uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX); }
 
 // FUTEX_WAIT_BITSET takes an absolute time; without FUTEX_PRIVATE_FLAG it works across processes.
-inline int wait_word(FutexWord on, const timespec& deadline, std::uint32_t bits) {
-    return syscall(SYS_futex, on.word, FUTEX_WAIT_BITSET, on.seen, &deadline, nullptr, bits) == 0 ? 0 : errno;
+inline int wait_word(FutexWord on, const timespec& deadline) {
+    constexpr std::uint32_t kAny = FUTEX_BITSET_MATCH_ANY;
+    return syscall(SYS_futex, on.word, FUTEX_WAIT_BITSET, on.seen, &deadline, nullptr, kAny) == 0 ? 0 : errno;
 }
 
 enum class Outcome { kDone, kTimedOut, kClosed };
-
-// Which of several waiting threads a ring wakes: patient ones only if no urgent one is there.
-enum class Wait : std::uint32_t { kPatient = 1, kUrgent = 2 };
 
 // What a process has written into the words of a doorbell that it waits on, which are its alone to write.
 struct Waiters {
@@ -65,22 +61,18 @@ public:
 
     // Call after having changed what a waiter's condition reads.
     void ring() {
-        count_.fetch_add(1);
-        const bool urgent = urgent_.load() != 0;
-        // One process waits at each side of a ring, but several of its threads may (lanes, closing): wake them all.
-        if (waiting_.load() != 0) wake(urgent ? static_cast<std::uint32_t>(Wait::kUrgent) : FUTEX_BITSET_MATCH_ANY);
-        if (!urgent) ring_together();
+        ring_waiting();
+        if (urgent_.load() == 0) ring_together();
     }
 
     // For what concerns every waiter, such as the end.
     void ring_all() {
-        count_.fetch_add(1);
-        if (waiting_.load() != 0) wake(FUTEX_BITSET_MATCH_ANY);
+        ring_waiting();
         ring_together();
     }
 
-    // For a thread that waits for several rings (RingWatch): a patient waiter with a word of its own, since the kernel has
-    // no bits for who waits for several words. Between the two, the word changes whenever a patient waiter is woken.
+    // For a thread that waits for several rings (RingWatch). Between the two it sleeps on a word of its own, so that an
+    // urgent thread is woken without it.
     FutexWord begin_together(Waiters& own) {
         const FutexWord word{&together_count_, together_count_.load()};
         change(own, together_, own.together, +1);
@@ -88,7 +80,8 @@ public:
     }
     void end_together(Waiters& own) { change(own, together_, own.together, -1); }
 
-    // Between the two, only urgent waiters are rung for. The waiter that leaves wakes others for what is left.
+    // Between the two, threads that wait for several rings are not rung for: waking one takes longer than what an urgent
+    // thread does between two waits. The thread that leaves wakes them for what is left.
     void begin_urgent(Waiters& own) { change(own, urgent_, own.urgent, +1); }
     void end_urgent(Waiters& own) { change(own, urgent_, own.urgent, -1); }
 
@@ -103,7 +96,7 @@ public:
     // there before the closing is still delivered. A deadline of 0 does not wait at all. `check()` throws for memory that
     // is spoilt; it is called before each sleep, and after one that timed out.
     template <class Done, class Closed, class Check>
-    Outcome wait(Waiters& own, Done done, Closed closed, Check check, double deadline_s, Wait manner = Wait::kPatient) {
+    Outcome wait(Waiters& own, Done done, Closed closed, Check check, double deadline_s) {
         while (true) {
             // The count is read before the condition: a ring in between makes the futex return at once.
             const std::uint32_t seen = count_.load();
@@ -114,7 +107,7 @@ public:
             const double look_s = monotonic_s() + kLook_s;
             change(own, waiting_, own.waiting, +1);
             const bool late = !(done() || closed()) &&
-                              wait_once(seen, to_timespec(std::fmin(deadline_s, look_s)), manner) == ETIMEDOUT;
+                              wait_word({&count_, seen}, to_timespec(std::fmin(deadline_s, look_s))) == ETIMEDOUT;
             if (late) check();
             change(own, waiting_, own.waiting, -1);
             if (late && deadline_s <= look_s) return done() ? Outcome::kDone : Outcome::kTimedOut;
@@ -122,14 +115,16 @@ public:
     }
 
 private:
+    void ring_waiting() {
+        count_.fetch_add(1);
+        // One process waits at each side of a ring, but several of its threads may (lanes, closing): wake them all.
+        if (waiting_.load() != 0) wake_word(count_);
+    }
+
     void ring_together() {
         if (together_.load() == 0) return;
         together_count_.fetch_add(1);
-        wake_word(together_count_, FUTEX_BITSET_MATCH_ANY);
-    }
-
-    int wait_once(std::uint32_t seen, const timespec& deadline, Wait manner) {
-        return wait_word({&count_, seen}, deadline, static_cast<std::uint32_t>(manner));
+        wake_word(together_count_);
     }
 
     static void change(Waiters& own, std::atomic<std::uint32_t>& shared, std::uint32_t& mine, int by) {
@@ -138,11 +133,9 @@ private:
         shared.store(mine += static_cast<std::uint32_t>(by));
     }
 
-    void wake(std::uint32_t manners) { wake_word(count_, manners); }
-
     std::atomic<std::uint32_t> count_{0};
     std::atomic<std::uint32_t> waiting_{0};
-    std::atomic<std::uint32_t> urgent_{0};  // that wait, or are busy with what they have waited for
+    std::atomic<std::uint32_t> urgent_{0};  // that wait, or are about to wait again
     std::atomic<std::uint32_t> together_count_{0};
     std::atomic<std::uint32_t> together_{0};
 };

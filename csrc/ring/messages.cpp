@@ -2,7 +2,6 @@
 #include "messages.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 namespace adaptra {
@@ -84,62 +83,47 @@ void Inbox::ask(std::int64_t iteration, std::uint8_t direction, std::uint32_t ch
     asked_.insert(Key{iteration, direction, chunk, micro_batch});
 }
 
-class Inbox::Hurry {
-public:
-    Hurry(Inbox& inbox, Ring& ring, bool hurry) : inbox_(inbox), ring_(ring), hurry_(hurry) {
-        if (!hurry_) return;
-        change(+1);
-        ring_.begin_urgent();
-    }
-    ~Hurry() {
-        if (!hurry_) return;
-        if (change(-1) == 0) inbox_.passed_.notify_all();
-        ring_.end_urgent();
-    }
-    Hurry(const Hurry&) = delete;
-    Hurry& operator=(const Hurry&) = delete;
-
-private:
-    int change(int by) {
-        const std::lock_guard<std::mutex> lock(inbox_.passing_);
-        return inbox_.in_hurry_ += by;
-    }
-
-    Inbox& inbox_;
-    Ring& ring_;
-    const bool hurry_;
-};
-
-void Inbox::let_others_pass(double deadline_s) {
-    std::unique_lock<std::mutex> lock(passing_);
-    const auto left = std::chrono::duration<double>(std::max(0.0, deadline_s - monotonic_s()));
-    passed_.wait_for(lock, left, [&] { return in_hurry_ == 0; });
-}
-
-std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, bool hurry,
-                                 Outcome& outcome) {
-    const Hurry announced(*this, ring, hurry);
+std::optional<Event> Inbox::next(const std::shared_ptr<Ring>& ring, std::uint64_t seen_pokes, double deadline_s,
+                                 bool stays, Outcome& outcome) {
+    attend(ring);
+    const std::unique_ptr<Inbox, void (*)(Inbox*)> leaving(stays ? nullptr : this, [](Inbox* inbox) { inbox->leave(); });
     while (true) {
-        if (!hurry) let_others_pass(deadline_s);
         bool dropped = false;
-        if (std::optional<Event> event = take(ring, dropped)) return event;
+        if (std::optional<Event> event = take(*ring, dropped)) return event;
         if (dropped) {
             outcome = Outcome::kDone;
             return std::nullopt;
         }
-        if (hurry && small_messages_.load()) spin_.until([&] { return ring.changed(seen_pokes); }, deadline_s);
-        outcome = ring.await_filled(seen_pokes, deadline_s, hurry ? Wait::kUrgent : Wait::kPatient);
-        if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;
+        if (small_messages_.load()) spin_.until([&] { return ring->changed(seen_pokes); }, deadline_s);
+        outcome = ring->await_filled(seen_pokes, deadline_s);
+        if (outcome != Outcome::kDone || ring->pokes() != seen_pokes) return std::nullopt;
     }
 }
 
-bool Inbox::is_in_hurry() {
-    const std::lock_guard<std::mutex> lock(passing_);
-    return in_hurry_ != 0;
+void Inbox::attend(const std::shared_ptr<Ring>& ring) {
+    const std::lock_guard<std::mutex> lock(attending_);
+    if (attended_ == ring) return;
+    if (attended_ != nullptr) attended_->end_urgent();
+    attended_ = ring;
+    ring->begin_urgent();
+}
+
+void Inbox::leave() {
+    std::shared_ptr<Ring> left;
+    {
+        const std::lock_guard<std::mutex> lock(attending_);
+        left.swap(attended_);
+    }
+    if (left != nullptr) left->end_urgent();  // others wake up, and find it unattended
+}
+
+bool Inbox::is_attended() {
+    const std::lock_guard<std::mutex> lock(attending_);
+    return attended_ != nullptr;
 }
 
 bool Inbox::deliver(Ring& ring, std::optional<Event>& event, bool& closed) {
-    if (is_in_hurry()) return false;
+    if (is_attended()) return false;
     const bool closes = ring.closed();  // before the last look: what was published before it is still delivered
     bool dropped = false;
     event = take(ring, dropped);
@@ -147,7 +131,7 @@ bool Inbox::deliver(Ring& ring, std::optional<Event>& event, bool& closed) {
     return event || dropped || closed;
 }
 
-bool Inbox::would_deliver(const Ring& ring) { return !is_in_hurry() && (ring.filled() || ring.closed()); }
+bool Inbox::would_deliver(const Ring& ring) { return !is_attended() && (ring.filled() || ring.closed()); }
 
 std::optional<Event> Inbox::take(Ring& ring, bool& dropped) {
     const std::lock_guard<std::mutex> lock(taking_);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -62,11 +61,13 @@ public:
     // Take frames from `ring` until something is complete. No value at the deadline, after a poke (see Ring), once the
     // ring is empty of frames that came again, which are dropped, or, if `outcome` says so, because it is closed and
     // empty. Throws FrameError for a frame that no sender writes.
-    // Several threads may wait here, each event goes to one of them: to one that is in a `hurry`, if there is one.
-    std::optional<Event> next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, bool hurry, Outcome& outcome);
+    // `stays`: the thread comes again, and what arrives meanwhile is left to it, until it comes for another ring or leaves.
+    std::optional<Event> next(const std::shared_ptr<Ring>& ring, std::uint64_t seen_pokes, double deadline_s, bool stays,
+                              Outcome& outcome);
+    void leave();
 
     // For a thread that waits for several rings: take frames without waiting. Returns whether there is something to deliver:
-    // an event, the end of the ring, or (no event) frames that were dropped. Nothing while a thread waits in a hurry.
+    // an event, the end of the ring, or (no event) frames that were dropped. Nothing while a thread is in `next`, or stays.
     bool deliver(Ring& ring, std::optional<Event>& event, bool& closed);
     // Whether `deliver` would look into the ring, or find its end.
     bool would_deliver(const Ring& ring);
@@ -83,10 +84,8 @@ private:
         std::size_t missing = 0;
     };
 
-    // While a thread in a hurry reads, others sleep: each slot would wake all of them.
-    class Hurry;
-    void let_others_pass(double deadline_s);
-    bool is_in_hurry();
+    void attend(const std::shared_ptr<Ring>& ring);
+    bool is_attended();
     // Without waiting.
     std::optional<Event> take(Ring& ring, bool& dropped);
     std::optional<Event> accept(Ring& ring, const Slot& slot, const FrameHeader& header, bool& dropped);
@@ -107,9 +106,8 @@ private:
     const bool for_device_;
     const std::shared_ptr<MemoryPool> pool_;
     std::mutex taking_;
-    std::mutex passing_;
-    std::condition_variable passed_;
-    int in_hurry_ = 0;
+    std::mutex attending_;
+    std::shared_ptr<Ring> attended_;  // what a thread waits for in `next`, or stays at
     Spin spin_;
     std::atomic<bool> small_messages_{false};  // the latest one was
     std::map<std::uint64_t, Partial> partials_;

@@ -83,13 +83,13 @@ void write_one(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadli
     raise_unless_done(outcome);
 }
 
-std::optional<Event> next(Inbox& inbox, Ring& ring, double deadline_s, std::optional<std::uint64_t> seen_pokes,
-                          bool hurry) {
+std::optional<Event> next(Inbox& inbox, const std::shared_ptr<Ring>& ring, double deadline_s,
+                          std::optional<std::uint64_t> seen_pokes, bool stays) {
     Outcome outcome = Outcome::kDone;
     std::optional<Event> event;
     {
         py::gil_scoped_release release;
-        event = inbox.next(ring, seen_pokes.value_or(ring.pokes()), deadline_s, hurry, outcome);
+        event = inbox.next(ring, seen_pokes.value_or(ring->pokes()), deadline_s, stays, outcome);
     }
     if (outcome == Outcome::kClosed) raise_unless_done(outcome);
     return event;
@@ -181,7 +181,8 @@ void define_inbox(py::module_& module) {
         .def("ask", &Inbox::ask, py::kw_only(), py::arg("iteration"), py::arg("direction"), py::arg("chunk"),
              py::arg("micro_batch"))
         .def("next", &next, py::arg("ring"), py::arg("deadline_s"), py::arg("seen_pokes") = py::none(),
-             py::arg("hurry") = false)
+             py::arg("stays") = false)
+        .def("leave", &Inbox::leave, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("doubles", &Inbox::doubles);
 }
 

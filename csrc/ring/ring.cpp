@@ -207,7 +207,12 @@ bool Ring::filled() const {
 }
 
 Outcome Ring::take(Slot& slot, double deadline_s) {
-    const std::lock_guard<std::mutex> lock(taking_);
+    std::unique_lock<std::mutex> turn;
+    return take(slot, deadline_s, turn);
+}
+
+Outcome Ring::take(Slot& slot, double deadline_s, std::unique_lock<std::mutex>& turn) {
+    if (!turn.owns_lock()) turn = std::unique_lock<std::mutex>(taking_);
     const Outcome outcome = shared_->filled.wait(
         for_filled_, [&] { return filled(); }, [&] { return closed(); }, [&] { check_consumer(); }, deadline_s);
     if (outcome == Outcome::kDone) slot = this->slot(taken_++);
@@ -216,17 +221,17 @@ Outcome Ring::take(Slot& slot, double deadline_s) {
 
 bool Ring::changed(std::uint64_t seen_pokes) const { return pokes_.load() != seen_pokes || filled() || closed(); }
 
-Outcome Ring::await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner) {
+Outcome Ring::await_filled(std::uint64_t seen_pokes, double deadline_s) {
     return shared_->filled.wait(
         for_filled_, [&] { return pokes_.load() != seen_pokes || filled(); }, [&] { return closed(); },
-        [&] { check_consumer(); }, deadline_s, manner);
+        [&] { check_consumer(); }, deadline_s);
 }
 
 void Ring::begin_urgent() { shared_->filled.begin_urgent(for_filled_); }
 
 void Ring::end_urgent() {
     shared_->filled.end_urgent(for_filled_);
-    // Patient threads slept through this. No check of the counts: the thread that takes the next slot makes it.
+    // Others slept through this. No check of the counts: the thread that takes the next slot makes it.
     if (shared_->published.load() != taken_.load() || closed()) shared_->filled.ring_all();
 }
 

@@ -53,6 +53,8 @@ public:
     void commit(const Slot& first, std::uint64_t count = 1);
     // Consumer: get a published slot, then let the producer have it again.
     Outcome take(Slot& slot, double deadline_s);
+    // The same, with the turn to take: other threads do not get a slot, or wait for one, until `turn` is given up.
+    Outcome take(Slot& slot, double deadline_s, std::unique_lock<std::mutex>& turn);
     void release(const Slot& first, std::uint64_t count = 1);
     // Consumer: get the next slot if it is published and `wanted`, without waiting.
     template <class Wanted>
@@ -63,10 +65,10 @@ public:
         return true;
     }
     // Consumer: wait until there is a slot to take, or `poke` was called since `pokes` was `seen_pokes`.
-    Outcome await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner);
+    Outcome await_filled(std::uint64_t seen_pokes, double deadline_s);
     // Returns whether `await_filled` would return at once.
     bool changed(std::uint64_t seen_pokes) const;
-    // Between the two, filled slots wake only threads that wait urgently.
+    // Between the two, filled slots wake only threads that wait for this ring alone.
     void begin_urgent();
     void end_urgent();
     // For a thread that waits for several rings: see Doorbell. The `filled` pair is the consumer's, the other the

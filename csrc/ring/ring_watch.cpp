@@ -58,13 +58,13 @@ private:
             const FutexWord word = word_;
             lock.unlock();
             const int result =
-                wait_word(word, to_timespec(monotonic_s() + Doorbell::kLook_s), FUTEX_BITSET_MATCH_ANY);
+                wait_word(word, to_timespec(monotonic_s() + Doorbell::kLook_s));
             lock.lock();
             if (result == ETIMEDOUT || result == EINTR) continue;
             // Of a later sleep, perhaps: then this thread goes on to that.
             if (word_.seen == word.seen) word_.word = nullptr;
             wakes_->fetch_add(1);
-            wake_word(*wakes_, FUTEX_BITSET_MATCH_ANY);
+            wake_word(*wakes_);
         }
     }
 
@@ -86,7 +86,7 @@ RingWatch::~RingWatch() {
 void RingWatch::wake() {
     requests_.fetch_add(1);
     wakes_->fetch_add(1);
-    if (sleeping_.load()) wake_word(*wakes_, FUTEX_BITSET_MATCH_ANY);
+    if (sleeping_.load()) wake_word(*wakes_);
 }
 
 bool RingWatch::woken() {
@@ -179,7 +179,7 @@ void RingWatch::wait(const std::vector<FutexWord>& words, const Rings& rings, do
         forwarder->sleep_on(words[index + 1]);
     }
     for (const auto& [ring, forwarder] : left) forwarder->release();
-    wait_word(words.front(), deadline, FUTEX_BITSET_MATCH_ANY);
+    wait_word(words.front(), deadline);
 }
 
 }  // namespace adaptra

@@ -38,7 +38,7 @@ public:
     // Have the waiting thread return, now or at its next wait. For any thread.
     void wake();
     // Take frames from the rings, in turn, until one delivers something. No value after `wake` and at the deadline. An
-    // inbox in which a thread waits in a hurry is left to that thread.
+    // inbox that a thread attends (Inbox::next) is left to that thread.
     std::optional<Delivery> next(const Inboxes& inboxes, double deadline_s);
     // Wait until a ring can be written into, or is closed or spoilt; returns its index. No value as above.
     std::optional<std::size_t> await_room(const Rings& rings, double deadline_s);

@@ -16,6 +16,8 @@ namespace {
 // How often a pump that waits looks whether its ring has been closed.
 constexpr double kLook_s = 5.0;
 
+constexpr std::uint64_t kSmallNbytes = 64 << 10;
+
 struct Broken : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -33,7 +35,9 @@ bool await(int socket, short events, double deadline_s) {
     return count > 0;
 }
 
-void send_frame(const Ring& ring, int socket, const Slot& slot, const FrameHeader& header) {
+// Gives up `turn` before it waits.
+void send_frame(const Ring& ring, int socket, const Slot& slot, const FrameHeader& header,
+                std::unique_lock<std::mutex>& turn) {
     iovec parts[2] = {{slot.header, sizeof(FrameHeader)}, {slot.payload, header.nbytes}};
     msghdr message{};
     message.msg_iov = parts;
@@ -43,6 +47,7 @@ void send_frame(const Ring& ring, int socket, const Slot& slot, const FrameHeade
         if (sent < 0) {
             if (errno == EINTR) continue;
             if (errno != EAGAIN) broken("sending");
+            if (turn.owns_lock()) turn.unlock();
             // A receiver that does not read holds us up for as long as it likes; closing the ring ends it.
             if (!await(socket, POLLOUT, monotonic_s() + kLook_s) && ring.closed()) throw Broken("closed while sending");
             continue;
@@ -140,14 +145,17 @@ bool claim_slot(Ring& ring, Slot& slot) {
 }  // namespace
 
 std::string send_frames(Ring& ring, int socket, PumpCounters& counters) try {
+    std::unique_lock<std::mutex> turn;
     while (true) {
         Slot slot;
-        const Outcome outcome = ring.take(slot, monotonic_s() + kLook_s);
+        const Outcome outcome = ring.take(slot, monotonic_s() + kLook_s, turn);
         if (outcome == Outcome::kClosed) return "";
         if (outcome == Outcome::kTimedOut) continue;
         const FrameHeader header = *slot.header;
         check_frame(header, ring.slot_nbytes(), UINT64_MAX);
-        send_frame(ring, socket, slot, header);
+        // A small frame is sent in less time than it takes to wake the pump of another lane, which would find nothing.
+        if (header.nbytes > kSmallNbytes || ring.filled()) turn.unlock();
+        send_frame(ring, socket, slot, header, turn);
         ring.release(slot);
         ++counters.frames;
         counters.nbytes += header.nbytes;

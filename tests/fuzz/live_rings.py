@@ -63,6 +63,8 @@ def case(random: Random, deadline_s: float) -> int:
         event = box.next(second, time.monotonic() + 0.01, None, random.random() < 0.5)
         if event is not None and event.kind == event.Kind.MESSAGE:
             bytes(event.payload)
+        if random.random() < 0.2:
+            box.leave()
 
     def pump_out() -> None:
         closed.append(send_frames(first, ours.fileno(), PumpCounters()))

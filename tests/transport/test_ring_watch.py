@@ -116,12 +116,10 @@ def test_waiting_in_vain_costs_hardly_anything(watch: RingWatch, inboxes: list[t
     assert time.process_time() - before_s < IN_VAIN_S / 3
 
 
-def test_an_inbox_is_left_to_the_thread_that_waits_there_in_a_hurry(
-    watch: RingWatch, inboxes: list[tuple[Inbox, Ring]]
-) -> None:
+def test_an_inbox_is_left_to_the_thread_that_waits_there(watch: RingWatch, inboxes: list[tuple[Inbox, Ring]]) -> None:
     box, ring = inboxes[0]
     got: list[Event | None] = []
-    waiting = threading.Thread(target=lambda: got.append(box.next(ring, soon(), hurry=True)))
+    waiting = threading.Thread(target=lambda: got.append(box.next(ring, soon())))
     waiting.start()
     time.sleep(0.1)
     woken = threading.Thread(target=lambda: got.append(watch.next(inboxes, soon(0.5))))  # type: ignore[arg-type]
@@ -135,7 +133,7 @@ def test_an_inbox_is_left_to_the_thread_that_waits_there_in_a_hurry(
     assert got[1] is None
     ring.write_ack(6, soon())
     ring.write_ack(7, soon())
-    assert (event := box.next(ring, soon(), hurry=True)) is not None
+    assert (event := box.next(ring, soon())) is not None
     assert event.sequence == 6
     delivery = watch.next(inboxes, soon())
     assert delivery is not None

@@ -418,9 +418,7 @@ class DualLink:
         elif event.kind == Event.Kind.ACK:
             self._paths.acknowledged(event.sequence)
             self._wake_if_flushed()
-            # The acknowledgement may have made room in the window.
-            if self._retransmit_queue.next_to_write() is not None:
-                self._writer.task.wake()
+            self._writer.write_on()  # there may be room in the window now
         elif event.kind == Event.Kind.BYE:
             self._state.fin_received = True
             self._state.on_fin()

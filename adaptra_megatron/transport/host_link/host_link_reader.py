@@ -94,6 +94,7 @@ class HostLinkReader:
             return self._read_until(done, deadline_s, key)
         finally:
             self._state.waiting = None
+            self._inbox.leave()
 
     def _read_until(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None) -> bool:
         ended, state, since_s = None, self._state, time.monotonic()
@@ -107,11 +108,12 @@ class HostLinkReader:
             session = state.session
             # A session that has ended delivers nothing more: wait for another.
             if session is None or session is ended:
+                self._inbox.leave()
                 state.state_changed.wait(until_s - now_s)
                 continue
             # Python runs signal handlers in the main thread only, and not during a native wait.
             read_s = min(until_s, now_s + SIGNALS_S)
-            take = partial(self._inbox.next, session.inbound, read_s, session.inbound.pokes, hurry=True)
+            take = partial(self._inbox.next, session.inbound, read_s, session.inbound.pokes, stays=True)
             if not without(self._lock, partial(self._read, session, take)):
                 ended = session
         return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sending half of one end of a link: writes acknowledgements and a retransmit queue's messages into the outbound ring.
 
-A thread writes what does not fit at once, a part at a time. The posting thread itself writes small messages that find
-room.
+A thread writes what does not fit at once, a part at a time. Small messages that find room are written by the thread
+that posts them, or takes the acknowledgement that lets them follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logger_of(__name__)
 FIN_S = 1.0
 """Longest time for closing to write the last acknowledgements and FIN."""
 INLINE_NBYTES = 1 << 16
-"""Largest message that the posting thread writes itself if there is room: waking another thread would take longer."""
+"""Largest message that is written without the thread if there is room: waking it would take longer."""
 _IDLE_S = 60.0
 """Longest sleep of the thread without a signal."""
 
@@ -77,14 +77,20 @@ class HostLinkWriter:
         self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
     ) -> None:
         """Post a message; with `key` None, a note or probe."""
-        message, session = self._retransmit_queue.post(key, payload, number, now_s, probe=probe), self._state.session
-        small = payload.inline and payload.nbytes <= INLINE_NBYTES
-        # Notes go first, and the window may be full. While the thread writes, no other may: a ring has one producer.
-        if session is None or self._writing or not small or self._retransmit_queue.next_to_write() is not message:
-            self.task.wake()
-            return
-        self._retransmit_queue.mark_written(message)
-        self._settle(session, message, self._write(session, message, 0.0))
+        self._retransmit_queue.post(key, payload, number, now_s, probe=probe)
+        self.write_on()
+
+    def write_on(self) -> None:
+        """Write the next messages while they are small and find room; leave the others to the thread."""
+        while (message := self._retransmit_queue.next_to_write()) is not None:
+            session, payload = self._state.session, message.payload
+            small = payload.inline and payload.nbytes <= INLINE_NBYTES
+            # While the thread writes, no other may: a ring has one producer.
+            if session is None or session is self._full or self._writing or not small:
+                self.task.wake()
+                return
+            self._retransmit_queue.mark_written(message)
+            self._settle(session, message, self._write(session, message, 0.0))
 
     def acknowledge(self, *more: int) -> None:
         """Write due acknowledgements and these, or wake the thread to do so."""

@@ -73,7 +73,7 @@ def test_waiting_in_vain_costs_hardly_any_processor_time() -> None:
     ring, inbox = Ring.create(2, PAGE), Inbox(max_message_nbytes=PAGE, pooled_nbytes=0)
     before_s = time.thread_time()
     for _ in range(100):
-        assert inbox.next(ring, time.monotonic() + 0.005, hurry=True) is None
+        assert inbox.next(ring, time.monotonic() + 0.005) is None
     assert time.thread_time() - before_s < 0.1, "of half a second of waiting"
 
 
