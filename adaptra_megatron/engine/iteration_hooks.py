@@ -5,8 +5,8 @@ feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from adaptra_megatron.schedule.ir import Schedule
 
@@ -182,3 +182,13 @@ class EngineFeature:
 
     def close(self) -> None:
         """End threads."""
+
+
+Hooks = TypeVar("Hooks", IterationHooks, EngineFeature)
+
+
+def overriding(hooks: Iterable[Hooks], method: Callable[..., Any]) -> Iterator[Hooks]:
+    """Return the hooks whose class overrides `method` of its base class. A step is surrounded by these alone: all
+    others would be frames in every traceback of the step.
+    """
+    return (each for each in hooks if getattr(type(each), method.__name__) is not method)

@@ -22,7 +22,14 @@ from adaptra_megatron.common.log import is_first_rank, logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.stage_memory import MemorySource
 from adaptra_megatron.engine.features import Decorate, MakeHooks, make_features
-from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, Inputs
+from adaptra_megatron.engine.iteration_hooks import (
+    Attempt,
+    Attempted,
+    EngineFeature,
+    Inputs,
+    IterationHooks,
+    overriding,
+)
 from adaptra_megatron.engine.measuring import make_telemetry
 from adaptra_megatron.engine.pipeline import Pipeline
 from adaptra_megatron.engine.rank_transports import keeps_stock
@@ -159,16 +166,16 @@ class AdaptraRuntime:
         self._say_it_is_on()
         if stock is not None and (why := self._why_stock(arguments, interleaved=interleaved)):
             return self.run_stock(stock, arguments, f"{why}: stock's own schedule runs, {_NOT_TIMED}")
-        return self._carry_out(functools.partial(self._run_pipeline, arguments, interleaved=interleaved), arguments)
+        return self._wrapped(functools.partial(self._run_pipeline, arguments, interleaved=interleaved), arguments)()
 
     def feature(self, kind: type[Found]) -> Found:
         """Return the feature of class `kind`, which the configuration must have asked for."""
         return next(each for each in self._features if isinstance(each, kind))
 
-    def _carry_out(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        for each in self._features:
+    def _wrapped(self, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Callable[[], Any]:
+        for each in overriding(self._features, EngineFeature.iterate):
             run = functools.partial(each.iterate, run, arguments)
-        return run()
+        return run
 
     def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
         """Return why Megatron's own schedule must run; empty if it need not. Equal on all ranks."""
@@ -191,7 +198,18 @@ class AdaptraRuntime:
         # Before anything is sent: a call that is refused, as stock does it, leaves the links to the next one.
         pipeline.book.check_count(call.micro_batches, forward_only=call.forward_only)
         try:
-            return self._iterate(pipeline, call)
+            if call.forward_only:
+                self.settle()
+            pipeline.begin(call)
+            run: Attempt = functools.partial(self._attempt, pipeline)
+            for each in overriding(pipeline.hooks, IterationHooks.carry_out):
+                run = functools.partial(each.carry_out, run)
+            ran = run(call, 0)
+            if not call.forward_only:
+                self.peak_in_flight = max(self.peak_in_flight, ran.report.peak_in_flight)
+                self.last_schedule = ran.schedule
+            pipeline.end(call, ran.report)
+            return ran.losses
         except BaseException as cause:
             # Receives that stand on the GPU would keep whatever waits for it, and this process from ending.
             pipeline.fail(cause)
@@ -207,7 +225,7 @@ class AdaptraRuntime:
         self._say_it_is_on()
         if self._single is None:
             self._single = SingleStage(arguments, self._config, why, self._features)
-        return self._carry_out(functools.partial(self._single.run, stock, arguments), arguments)
+        return self._wrapped(functools.partial(self._single.run, stock, arguments), arguments)()
 
     def save(self, write: Callable[[], Any], context: dict[str, Any] | None = None) -> Any:
         """Write a checkpoint by `write`, which is collective over the job; return its result.
@@ -228,20 +246,6 @@ class AdaptraRuntime:
         """
         for each in self._features:
             each.settle()
-
-    def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
-        if call.forward_only:
-            self.settle()
-        pipeline.begin(call)
-        run: Attempt = functools.partial(self._attempt, pipeline)
-        for each in pipeline.hooks:
-            run = functools.partial(each.carry_out, run)
-        ran = run(call, 0)
-        if not call.forward_only:
-            self.peak_in_flight = max(self.peak_in_flight, ran.report.peak_in_flight)
-            self.last_schedule = ran.schedule
-        pipeline.end(call, ran.report)
-        return ran.losses
 
     def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int) -> Attempted:
         schedule = pipeline.schedule(call)

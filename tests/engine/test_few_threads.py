@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training process has a handful of Python threads, in the middle of a pipeline too."""
+"""A training process has a handful of Python threads, in the middle of a pipeline too, and sends few calls deep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from thread_ranks import THREADS
+from thread_ranks import FRAMES, THREADS
 
 PROGRAM = str(Path(__file__).with_name("thread_ranks.py"))
 IN_GLOO = "adaptra-device-receive-"
@@ -18,17 +18,21 @@ OF_LINKS = {"adaptra-connections", "adaptra-links-receive", "adaptra-links-send"
 """For any number of peers: tests/transport/test_links_between_pipelines.py counts them with three."""
 MOST = 5
 """Besides the main thread and those in gloo."""
+MOST_FRAMES = 12
 
 
 @pytest.mark.timeout(150)
-def test_an_interior_rank_has_few_threads(start_ranks: Callable[..., Any]) -> None:
+def test_an_interior_rank_has_few_threads_and_frames(start_ranks: Callable[..., Any]) -> None:
     arguments = (
         "--pipeline-model-parallel-size 3 --num-layers 3 --global-batch-size 6 --mock-data --hidden-size 32 "
         "--no-gradient-accumulation-fusion --seq-length 16 --train-iters 6"
     )
     results = start_ranks(3, [PROGRAM, *arguments.split()], timeout_s=120.0)
-    (line,) = (each for each in results[1].output.splitlines() if each.startswith(THREADS))
-    names = line.removeprefix(THREADS).split()
+    output = results[1].output.splitlines()
+    names, (frames,) = (
+        next(each.removeprefix(what) for each in output if each.startswith(what)).split() for what in (THREADS, FRAMES)
+    )
+    assert int(frames) <= MOST_FRAMES
     standing = [name for name in names if not name.startswith(IN_GLOO) and name not in FOR_A_WHILE]
     assert set(standing) >= OF_LINKS
     assert len(standing) <= MOST, names

@@ -61,7 +61,7 @@ class Delegate:
         while True:
             message, descriptors = await _next(self._channel)
             if isinstance(message, Stop):
-                self._acceptor.close()
+                self._acceptor.close()  # first: a session that began now would not be drained
                 await asyncio.gather(*(link.drain(message.drain_s) for link in self._links.values()))
                 return
             if isinstance(message, Ping):

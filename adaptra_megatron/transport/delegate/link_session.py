@@ -74,6 +74,7 @@ class LinkSession:
         """Take over an authenticated connection of the peer. Raises HandshakeError if no session can use it."""
         async with self._changing:
             transport = _proposed(purpose)
+            # Without a request, only the peer knows how many it opens; `_begin_if_complete` counts them again.
             lanes = purpose.lanes if self._request is None else _lanes(self._request, transport)
             if not purpose.lane < purpose.lanes == lanes <= MOST_LANES:
                 raise HandshakeError(
@@ -206,6 +207,7 @@ class LinkSession:
             )
 
     def _ended(self, session: int, cause: str) -> None:
+        # Not at once: a wire may end within `begin`, whose caller holds the lock.
         asyncio.ensure_future(self._end(session, cause))
 
     async def _end(self, session: int, cause: str) -> None:

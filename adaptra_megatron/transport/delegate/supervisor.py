@@ -366,6 +366,7 @@ class Supervisor:
     async def _listen(self, until_s: float) -> None:
         """Wait for a message of the delegate or a wake-up, until `until_s`, and handle it."""
         channel = None if self._delegate is None else self._delegate.channel
+        # Only while this waits: the loop would call it over and over for a message that is not read yet.
         if channel is not None:
             self._loop.loop.add_reader(channel, self._note_readable)
         with contextlib.suppress(asyncio.TimeoutError):
@@ -425,6 +426,7 @@ class Supervisor:
             assert link.outbound is not None
             assert link.inbound is not None
             rings = link.outbound, link.inbound
+            # On a GPU it page-locks the rings, which would hold up all connections of the loop.
             await in_thread(functools.partial(link.end.connected, *rings, self._give_up_for(link)))
         finally:
             for descriptor in descriptors:

@@ -103,7 +103,6 @@ class DualLink:
         self._state = state = HostLinkState(
             ends, lock, settings.grace_s, one_network=wire is None or wire.one_network, opens_s=opens_s
         )
-        self._health = state.health
         self._retransmit_queue = RetransmitQueue(settings.window_messages, settings.window_nbytes)
         self._receive_queue = ReceiveQueue()
         due = self._receive_queue.due
@@ -129,7 +128,7 @@ class DualLink:
     def takes(self, transport: str) -> None:
         """Set the wire that carries the host path."""
         with self._lock:
-            self._health.travels(one_network=WIRES[transport].one_network)
+            self._state.travels(one_network=WIRES[transport].one_network)
 
     def begin(self) -> None:
         """Bring up the device path, if the link has one. Until then all messages take the host path."""
@@ -144,7 +143,7 @@ class DualLink:
     @property
     def unusable(self) -> bool:
         """Return whether the link can carry no more messages, since it is closed, aborted or failed."""
-        return self._state.finished or self._health.failed
+        return self._state.finished or self._state.failed
 
     # What the training thread calls.
 
@@ -153,8 +152,8 @@ class DualLink:
         with self._lock:
             while self._state.session is None:
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or self._health.failed:
-                    raise self._health.not_up_error(self._settings.timeout_s)
+                if left_s <= 0 or self._state.failed:
+                    raise self._state.not_up_error(self._settings.timeout_s)
                 self._state.state_changed.wait(left_s)
 
     def send_greeting(self, greeting: torch.Tensor) -> None:
@@ -162,7 +161,8 @@ class DualLink:
         outgoing, now_s = self._outgoing(GREETING, greeting), time.monotonic()
         with self._lock:
             self._check_usable(GREETING, now_s, receiving=False)
-            self._paths.send_by_host(GREETING, outgoing, 0, now_s)
+            self._retransmit_queue.post(GREETING, self._copies.stage(outgoing), 0, now_s)
+            self._writer.write_on()
 
     def receive_greeting(self, greeting: torch.Tensor, deadline_s: float) -> None:
         """Receive the peer's greeting and wait until it has this end's. Raises TransportError if they differ."""
@@ -183,7 +183,10 @@ class DualLink:
         outgoing, now_s = self._outgoing(key, tensor), time.monotonic()
         with self._lock:
             self._check_usable(key, now_s, receiving=False)
-            path = self._paths.send(key, outgoing, now_s)
+            posted, path = self._paths.sender.post(key, outgoing)
+            if path is Path.HOST:
+                self._retransmit_queue.post(key, self._copies.stage(outgoing), posted.number, now_s)
+                self._writer.write_on()
             # Taken with the lock, done without: NCCL may block in a send, and threads of this link need the lock
             # meanwhile.
             work = self._paths.take_prompt()
@@ -278,7 +281,7 @@ class DualLink:
             for task in (self._writer.task, self._reader.task, self._paths.task):
                 task.wake()
             session = self._state.session
-        if self._health.over and session is not None:
+        if self._state.over and session is not None:
             session.outbound.close()  # a write under way is not waited for
         self._writer.task.join(2 * FIN_S)  # after FIN, the end of the device path is no failure
         if (session := self._state.session) is not None:
@@ -325,7 +328,7 @@ class DualLink:
         with self._lock:
             self.sessions += 1
             self._state.begin(Session(outbound, inbound, give_up))
-            self._health.up()
+            self._state.up()
             # The former session's rings are gone, with everything in them.
             self._retransmit_queue.rewind()
             self._writer.task.wake()
@@ -337,7 +340,7 @@ class DualLink:
     def disconnected(self, cause: str) -> None:
         """End the session of the host path, or record that one did not begin."""
         with self._lock:
-            self._health.down(cause, time.monotonic())
+            self._state.down(cause, time.monotonic())
             self._state.session = None
             self._state.note_end(cause)
             self._state.state_changed.notify_all()
@@ -348,19 +351,19 @@ class DualLink:
     def on_connected(self) -> None:
         """Record that the control connection is up: the peer's host answers."""
         with self._lock:
-            self._health.line_changed(None)
+            self._state.line_changed(None)
             self._paths.on_reconnected()
 
     def on_disconnected(self, cause: str) -> None:
         """Record that the control connection is down: the peer's host does not answer."""
         with self._lock:
-            self._health.line_changed(cause)
+            self._state.line_changed(cause)
             self._state.notify_waiting()
 
     def on_peer_running(self, running: bool) -> None:
         """Record whether the peer's process runs or is stopped."""
         with self._lock:
-            self._health.on_peer_running(running, time.monotonic())
+            self._state.on_peer_running(running, time.monotonic())
 
     def on_rank_failed(self, rank: int, cause: str) -> None:
         """Record that a rank has failed: the link fails with its cause."""
@@ -375,7 +378,7 @@ class DualLink:
 
     def _end(self, rank: int | None, cause: str) -> None:
         with self._lock:
-            self._health.lose(rank, cause)
+            self._state.lose(rank, cause)
             self._state.notify_waiting()
 
     def on_note_received(self, number: int, packet: bytes) -> int:
@@ -487,15 +490,15 @@ class DualLink:
     def _broken_from_s(self, *, by_device: bool) -> float:
         """Return the time at which waits on the link fail. `by_device`: the device path could still carry the
         message."""
-        return math.inf if by_device and not self._health.over else self._health.broken_from_s()
+        return math.inf if by_device and not self._state.over else self._state.broken_from_s()
 
     def _error(self, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
         """Return the error for a message that has been in flight since `since_s`."""
         doing = "waited for" if receiving else "could not send"
-        explained = self._has_device_path and not self._health.over
+        explained = self._has_device_path and not self._state.over
         also = self._paths.device_in_words(receiving=receiving) if explained else ""
         spelled = key.spelled(self._micro_batches)
-        return self._health.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
+        return self._state.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
 
     def _not_sent(self, now_s: float) -> TransportError:
         oldest = self._retransmit_queue.oldest()

@@ -106,22 +106,9 @@ class PathSwitch:
         self._end_logged = {True: False, False: False}
         self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, self._send_probe)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
-        self._usual_nbytes = 0
         self._measured: list[ProbeTimes] = []
 
     # What the training thread asks for. After these, it takes the work that is due, and does it without the lock.
-
-    def send(self, key: MessageKey, message: Computed, now_s: float) -> Path:
-        """Send the next message; return its path. Raises TransportError if the device failed."""
-        self._usual_nbytes = message.tensor.nbytes
-        posted, path = self.sender.post(key, message)
-        if path is Path.HOST:
-            self._writer.enqueue(key, self._copies.stage(message), posted.number, now_s)
-        return path
-
-    def send_by_host(self, key: MessageKey, message: Computed, number: int, now_s: float) -> None:
-        """Send a message by the host path. Raises TransportError if the device failed."""
-        self._writer.enqueue(key, self._copies.stage(message), number, now_s)
 
     def receive(self, key: MessageKey) -> None:
         """Post the receive of the next message, for either path."""
@@ -132,12 +119,12 @@ class PathSwitch:
         tensors.
         """
         # Nothing was sent yet: a probe of another size would not tell the time of the usual messages.
-        if not self._usual_nbytes:
+        if not self.sender.latest_nbytes:
             return
         if self.sender.path is Path.HOST:
-            self.sender.measure(self._usual_nbytes)
+            self.sender.measure(self.sender.latest_nbytes)
         elif self._state.session and not self._retransmit_queue.probing and not self._host_probes.under_way:
-            nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=device)
+            nothing = torch.empty(self.sender.latest_nbytes, dtype=torch.uint8, device=device)
             self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
 
     def take_prompt(self) -> DeviceWork:
@@ -170,8 +157,7 @@ class PathSwitch:
 
     def counters(self) -> PathCounters:
         """Return counters for reports and tests."""
-        health = self._state.health
-        down_since_s = health.down_since_s
+        down_since_s = self._state.down_since_s
         down = down_since_s is not None and time.monotonic() - down_since_s > self.settings.host_patience_s
         return PathCounters(
             path=self.sender.path,
@@ -180,7 +166,7 @@ class PathSwitch:
             switches=self.sender.switches,
             sessions_lost=self.sender.failures + self.receiver.deaths,
             device_down=self.sender.given_up,
-            host_down=health.cause if down else None,
+            host_down=self._state.cause if down else None,
         )
 
     @property
@@ -336,7 +322,8 @@ class PathSwitch:
         packet = packed(note)
         number = self._channel.post(packet, now_s)
         payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
-        self._writer.enqueue(None, payload, number, now_s)
+        self._retransmit_queue.post(None, payload, number, now_s)
+        self._writer.write_on()
 
     def _confirm(self, session: int, received: int, now_s: float) -> None:
         """Acknowledge the first `received` messages of a device session; by note while the host path is down."""
@@ -349,9 +336,10 @@ class PathSwitch:
 
     def _send_probe(self, message: Computed, number: int, now_s: float) -> None:
         try:
-            self._writer.enqueue(None, self._copies.stage(message), number, now_s, probe=True)
+            self._retransmit_queue.post(None, self._copies.stage(message), number, now_s, probe=True)
+            self._writer.write_on()
         except TransportError as cause:
-            self._state.health.fail(str(cause))
+            self._state.fail(str(cause))
 
     def _move(self, effects: SenderEffects[Computed], now_s: float) -> None:
         """Move messages between the two paths, as the sender's effects require."""
@@ -366,9 +354,10 @@ class PathSwitch:
                 self._retransmit_queue.send_after_all(waiting[message.number])
                 continue
             try:
-                self.send_by_host(message.key, message.payload, message.number, now_s)
-            except TransportError as cause:  # perhaps not in the training thread: the failed health raises it there
-                self._state.health.fail(str(cause))
+                self._retransmit_queue.post(message.key, self._copies.stage(message.payload), message.number, now_s)
+            except TransportError as cause:  # perhaps not in the training thread: the failed link raises it there
+                self._state.fail(str(cause))
+        self._writer.write_on()
         self._state.notify_waiting()
 
     def _unacknowledged(self) -> list[Posted[Computed]]:
@@ -397,7 +386,7 @@ class PathSwitch:
         if state.closing:
             return None
         now_s = time.monotonic()
-        down_since_s = state.health.down_since_s
+        down_since_s = state.down_since_s
         if not state.finished:
             # 0 means up, so a path that has gone down in this moment needs a positive time.
             down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)

@@ -317,6 +317,7 @@ class Receiver(Generic[Specification]):
                 self.effects.notes.append(ReadyForProbe(current.number))
             else:
                 self._issue_interval(current, part)
+                # What is behind it is sent after it, and a session's messages match by order.
                 if part.until is None or part.next < part.until:
                     return
             current.ahead.popleft()

@@ -245,6 +245,8 @@ class Sender(Generic[Payload]):
         """
         self.posted = 0
         """Number of messages posted so far: the number of the next one."""
+        self.latest_nbytes = 0
+        """Bytes of the message posted last; 0 before the first."""
         self.effects: SenderEffects[Payload] = SenderEffects()
         self.by_path = {Path.DEVICE: 0, Path.HOST: 0}
         """Messages posted, by the path of their first transmission."""
@@ -303,7 +305,7 @@ class Sender(Generic[Payload]):
         """Number a message and return its path. For the device path, the send is left in `effects`."""
         path = self.path
         message = Posted(self.posted, key, payload)
-        self.posted += 1
+        self.posted, self.latest_nbytes = self.posted + 1, self._nbytes_of(payload)
         self.by_path[path] += 1
         if path is Path.DEVICE:
             assert self._session is not None
@@ -314,6 +316,7 @@ class Sender(Generic[Payload]):
     def measure(self, nbytes: int) -> None:
         """Begin a probe burst on the device path, if that is healthy and idle, and `standby` is set."""
         session = self._session
+        # A session that carries messages is timed by them.
         if session is None or session.phase is not SenderPhase.STANDBY or session.burst is not None:
             return
         if not self._settings.standby:
@@ -327,7 +330,7 @@ class Sender(Generic[Payload]):
             if self._session.phase is SenderPhase.PROPOSED:
                 self._session.phase = SenderPhase.PROVING
             self._session.next_probe_s = now_s
-        else:
+        else:  # it was given up while the two ends met
             self.effects.end.append(session)
 
     def failed(self, session: int, cause: str) -> None:

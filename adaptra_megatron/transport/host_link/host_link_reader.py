@@ -100,6 +100,7 @@ class HostLinkReader:
         ended, state, since_s = None, self._state, time.monotonic()
         while not done():
             now_s = time.monotonic()
+            # First: it may find that the device path has failed, and then the host path's state decides on this wait.
             look_again_s = self._events.look_again_s(key, since_s, now_s)
             until_s = min(deadline_s, self._events.given_up_from_s(key))
             if now_s >= until_s:
@@ -108,7 +109,7 @@ class HostLinkReader:
             session = state.session
             # A session that has ended delivers nothing more: wait for another.
             if session is None or session is ended:
-                self._inbox.leave()
+                self._inbox.leave()  # the thread reads the session to its end, and only then the next
                 state.state_changed.wait(until_s - now_s)
                 continue
             # Python runs signal handlers in the main thread only, and not during a native wait.

@@ -32,7 +32,7 @@ class LinkHealth:
         """
         self.over = False
         """True once a rank has failed or the link was aborted: no path delivers anything any more."""
-        self._ends, self._grace_s = ends, grace_s
+        self.ends, self._grace_s = ends, grace_s
         self._one_network = one_network
         self._down_since_s: float | None = now_s
         self._grace_from_s = now_s + opens_s
@@ -121,20 +121,20 @@ class LinkHealth:
 
         `key`: in words. `also`: state of the other path.
         """
-        link = f"{self._ends.here}, link {self._ends.direction(receiving=receiving)}"
+        link = f"{self.ends.here}, link {self.ends.direction(receiving=receiving)}"
         what = f"{link}: {doing} the {key} for {now_s - since_s:.3g} s; {self._seen(now_s)}"
         if self._culprit is None:
             return AbortedError(what)
         return TransportError(
-            f"{what}{also and '; '}{also}. Look at {self._ends.name(self._culprit)} first: it died, hangs, or cannot "
+            f"{what}{also and '; '}{also}. Look at {self.ends.name(self._culprit)} first: it died, hangs, or cannot "
             "be reached; restart from the last checkpoint once it is back"
         )
 
     def not_up_error(self, timeout_s: float) -> TransportError:
         """Return the error for a link that did not come up within `timeout_s`."""
         return TransportError(
-            f"{self._ends.here}, link {self._ends}: the host path does not come up "
-            f"within {timeout_s:g} s (--adaptra-timeout-s); {self._failure or self.cause}. Look at {self._ends.there} "
+            f"{self.ends.here}, link {self.ends}: the host path does not come up "
+            f"within {timeout_s:g} s (--adaptra-timeout-s); {self._failure or self.cause}. Look at {self.ends.there} "
             "first: it died, hangs, or cannot be reached; --adaptra-host-transport off runs without the host path"
         )
 
@@ -142,11 +142,11 @@ class LinkHealth:
         if self._failure is not None:
             return self._failure
         if self.peer_closed:
-            return f"{self._ends.there} has closed its end"
+            return f"{self.ends.there} has closed its end"
         if self._unreachable is not None:
-            return f"the host of {self._ends.there} does not answer: {self._unreachable}"
+            return f"the host of {self.ends.there} does not answer: {self._unreachable}"
         if self._stopped_s is not None:
-            return f"the process of {self._ends.there} is there, but has not run for {now_s - self._stopped_s:.0f} s"
+            return f"the process of {self.ends.there} is there, but has not run for {now_s - self._stopped_s:.0f} s"
         if self._down_since_s is not None:
             return f"the host path has been down for {now_s - self._down_since_s:.1f} s: {self.cause}"
         return "nothing happened until the deadline (--adaptra-timeout-s)"
@@ -172,19 +172,19 @@ class Session:
     give_up: GiveUp
 
 
-class HostLinkState:
-    """State shared by the parts of one end of a link. Callers hold the lock, unless a method says otherwise."""
+class HostLinkState(LinkHealth):
+    """Health and session of one end of a link, shared by its parts. Callers hold the lock, unless a method says
+    otherwise."""
 
     def __init__(
         self, ends: LinkEnds, lock: threading.Lock, grace_s: float, *, one_network: bool = True, opens_s: float = 0.0
     ) -> None:
         """`grace_s`, `one_network`, `opens_s`: see LinkHealth."""
-        self.ends = ends
+        super().__init__(ends, grace_s, time.monotonic(), one_network=one_network, opens_s=opens_s)
         self.state_changed = threading.Condition(lock)
         """Notified on every state change; the training thread waits on it when it is not blocked in the ring."""
         self.session: Session | None = None
         """None while the link is down."""
-        self.health = LinkHealth(ends, grace_s, time.monotonic(), one_network=one_network, opens_s=opens_s)
         self.closing = False
         self.fin_received = False
         """True once FIN has arrived; messages sent before it may still have to be read."""
@@ -194,7 +194,7 @@ class HostLinkState:
         """Corrupted sessions since the latest message arrived."""
         self._ended_by: str | None = None
         """Cause of the end of a session, until it is logged."""
-        self._ends = RateLimitedLog(logger)
+        self._end_log = RateLimitedLog(logger)
         self._may_end = False
         """True while a session's end has not been reported."""
         self.waiting: int | None = None
@@ -203,7 +203,7 @@ class HostLinkState:
     @property
     def finished(self) -> bool:
         """Return whether either end was closed on purpose, or has failed. For any thread."""
-        return self.fin_received or self.closing or self.health.over
+        return self.fin_received or self.closing or self.over
 
     def on_fin(self) -> None:
         """Mark the peer as closed once its FIN has arrived and the session is drained.
@@ -212,7 +212,7 @@ class HostLinkState:
         while the other sees the end of the session.
         """
         if self.fin_received and self.read_out:
-            self.health.close_peer(time.monotonic())
+            self.close_peer(time.monotonic())
         self.state_changed.notify_all()
 
     def begin(self, session: Session) -> None:
@@ -229,7 +229,7 @@ class HostLinkState:
             self._ended_by, self._may_end = cause, False
         if self._ended_by is not None and self.read_out:
             if not self.finished:
-                self._ends.warning(
+                self._end_log.warning(
                     "link %s, to %s: the host path is down (%s); reconnecting",
                     *(self.ends, self.ends.there, self._ended_by),
                 )
@@ -237,22 +237,23 @@ class HostLinkState:
 
     def corrupted(self, session: Session, cause: str) -> None:
         """End a session whose ring held invalid data; fail the link after MAX_CORRUPTED_SESSIONS in a row."""
+        # No other thread is to use them any more; over shm, none of the peer's either.
         session.outbound.close()
         session.inbound.close()
         # Both threads may find the corruption, and a new session may have begun meanwhile.
         if self.session is not session:
             return
         self.session = None
-        self.health.down(cause, time.monotonic())
+        self.down(cause, time.monotonic())
         self.consecutive_corruptions += 1
         if self.consecutive_corruptions >= MAX_CORRUPTED_SESSIONS:
-            self.health.fail(f"{cause} ({self.consecutive_corruptions} times in a row)")
+            super().fail(f"{cause} ({self.consecutive_corruptions} times in a row)")
         self.state_changed.notify_all()
         session.give_up(cause)
 
     def fail(self, cause: str) -> None:
         """Mark the link as failed and wake waiting threads."""
-        self.health.fail(cause)
+        super().fail(cause)
         self.notify_waiting()
 
     def notify_waiting(self) -> None:

@@ -16,12 +16,12 @@ from functools import partial
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Description, Ring, RingClosedError, RingError
-from adaptra_megatron.transport.gpu.copies import PATIENCE_S, Payload
+from adaptra_megatron.transport.gpu.copies import PATIENCE_S
 from adaptra_megatron.transport.host_link.frames import describe, describe_note, describe_probe
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link.link_thread import LinkTask, Work, WritingThread
 from adaptra_megatron.transport.host_link.message_queues import Outgoing, RetransmitQueue
-from adaptra_megatron.transport.message_keys import MessageKey, TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 
 logger = logger_of(__name__)
 
@@ -73,13 +73,6 @@ class HostLinkWriter:
         self.task = LinkTask(thread, lock, self._next_step)
         """Ends, after FIN to the peer, once the link closes."""
 
-    def enqueue(
-        self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
-    ) -> None:
-        """Post a message; with `key` None, a note or probe."""
-        self._retransmit_queue.post(key, payload, number, now_s, probe=probe)
-        self.write_on()
-
     def write_on(self) -> None:
         """Write the next messages while they are small and find room; leave the others to the thread."""
         while (message := self._retransmit_queue.next_to_write()) is not None:
@@ -107,7 +100,7 @@ class HostLinkWriter:
     def _next_step(self) -> Work[None] | Ring | float | None:
         session = self._state.session
         if session is not None and self._full is session:
-            self._full = None
+            self._full = None  # once there is room, this is asked again
             return session.outbound
         due = self._next_due()
         if session is not None and due is not None:
@@ -168,7 +161,7 @@ class HostLinkWriter:
         if outcome is _Outcome.CLOSED and state.session is session:
             # The next session has other rings, and begins with all that is not acknowledged.
             state.session = None
-            state.health.down("its rings were closed", time.monotonic())
+            state.down("its rings were closed", time.monotonic())
             session.give_up(None)
         elif outcome is _Outcome.CORRUPTED:
             state.corrupted(session, self._cause)

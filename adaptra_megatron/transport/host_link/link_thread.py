@@ -125,7 +125,7 @@ class LinkThread(Generic[Awaited]):
         now_s = time.monotonic()
         while self._woken:
             task = self._woken.popleft()
-            if not task.ended.is_set():
+            if not task.ended.is_set():  # others may wake it for as long as they have it
                 self._due_s[task] = now_s
         due = [task for task, due_s in self._due_s.items() if due_s <= now_s]
         if not all(self._serve(task, None) for task in due):
@@ -150,6 +150,7 @@ class LinkThread(Generic[Awaited]):
         except Exception:
             logger.exception("internal error in %s; a link will not work from now on", self._name)
             step = None
+        # Nearly always, and then the lists of `_serve_due` stay. A task that waits for nothing differs from any step.
         if step is self._waits.get(task, task):
             self._due_s[task] = math.inf
             return True
@@ -167,7 +168,7 @@ class LinkThread(Generic[Awaited]):
     def _end(self, task: LinkTask[Awaited]) -> bool:
         """Forget a task; return whether it was the last."""
         del self._due_s[task]
-        self._waiting, self._awaited = [], []
+        self._waiting, self._awaited = [], []  # the thread may end here, and would keep the last ring mapped
         task.ended.set()
         with self._lock:
             self._begun -= 1

@@ -224,7 +224,7 @@ class RetransmitQueue:
         self._elsewhere -= message.elsewhere
         if message.written:
             self._forget(message)
-        else:
+        else:  # it was written in a former session, whose end was seen before its acknowledgement
             del self._line(message)[sequence]
         return message
 

@@ -103,6 +103,7 @@ class HostSetup:
         """
         wanted, rank, workers = self._settings.transport, self._layout.rank, self._layout.workers
         lacking = {rank: self.mine.lacks_verbs, peer: self._offers[peer].lacks_verbs}
+        # Both ends decide alike: each has both offers.
         if wanted == "verbs":
             wanted = verbs_or_auto(lacking, rank, peer)
         ends = workers[rank].identity, workers[peer].identity, f"{rank}<->{peer}"

@@ -144,6 +144,7 @@ class LinkMaker:
             # NCCL's and gloo's errors have many lines; this one becomes part of a log line.
             raise RuntimeError(" ".join(str(cause).split())[:_CAUSE_LENGTH]) from cause
         with self._lock:
+            # Sessions are made again and again on a flapping path: those that are free are forgotten here.
             self._made = [each for each in (*self._made, made) if not each.wait_until_freed(0.0)]
         return made
 

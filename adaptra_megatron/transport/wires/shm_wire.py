@@ -56,8 +56,8 @@ class ShmWire:
         """Return at once: the peer's training process reads the rest without the delegates."""
 
     def traffic(self) -> Traffic:
-        return Traffic(0, 0)
+        return Traffic(0, 0)  # the delegates do not see what goes through the shared rings
 
     async def _wait_for_end(self, connection: socket.socket, ended: Callable[[str], None]) -> None:
-        await wait_readable(connection)
+        await wait_readable(connection)  # nothing is sent any more: only its end makes it readable
         ended("the peer's delegate went away")

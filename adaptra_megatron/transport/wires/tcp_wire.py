@@ -65,7 +65,7 @@ class TcpWire:
             connection.close()
 
     async def drain(self, timeout_s: float) -> None:
-        if self._senders:
+        if self._senders:  # they end when a closed ring is empty
             await asyncio.wait(self._senders, timeout=timeout_s)
 
     def traffic(self) -> Traffic:

@@ -319,7 +319,7 @@ def test_a_farewell_counts_once_the_session_is_read_whichever_thread_comes_first
         setattr(state, what, True)
         with lock:
             state.on_fin()
-        assert state.health.peer_closed is (what != first)
+        assert state.peer_closed is (what != first)
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,7 @@ def _both_die(transport: HostTransport, instead: Callable[[], PairWork], cause: 
 
 def _host_is_down(transport: HostTransport) -> None:
     link: Any = transport._links[1 - dist.get_rank()]
-    until(lambda: link._health.down_since_s is not None, "the host path is still up")
+    until(lambda: link._state.down_since_s is not None, "the host path is still up")
 
 
 SCENARIOS = (
