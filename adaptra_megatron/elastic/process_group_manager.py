@@ -32,6 +32,7 @@ from adaptra_megatron.common.gathering import nccl_group
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.membership import START_VARIABLE, Departure, MembershipRecords
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.elastic.failure_detection import StartupFailureMonitor
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,
     LateRankError,
@@ -41,7 +42,6 @@ from adaptra_megatron.elastic.failure_errors import (
 )
 from adaptra_megatron.elastic.fence import FENCE_S, Fence, FencedGroup, GlooSockets, KeptResults, connected_group
 from adaptra_megatron.elastic.generation import FIRST, Generation
-from adaptra_megatron.elastic.membership_watch import StartupFailureMonitor
 from adaptra_megatron.elastic.process_group import CallbackWork, CompletedWork, FaultTolerantGroup, Launch, Pending
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 

@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recover one rank's training from failures of other ranks, by carrying out the requests of `protocol`."""
+"""Recover one rank's training from failures of other ranks, by carrying out the requests of `protocol`.
+
+The way of a failure, on each live rank:
+
+1. Detected: `FailureDetector` reads it from the launcher, or a message, collective or wait of this rank fails. Both
+   only end the attempt (`_interrupt`, `_attempt`).
+2. Fenced: all operations of the attempt end, so that none can write any more (`FaultTolerantGroups.leave`).
+3. Agreed: the launcher's membership says who lives (`_change`), and the ranks meet in the store and decide which
+   attempts had committed (`ProtocolStore`).
+4. Regrouped: process groups of the live ranks replace the earlier ones (`_entered_after_failures`).
+5. Redone: the attempt runs again, or the next call if it had committed (`carry_out`, `_got_over`).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +31,8 @@ from adaptra_megatron.common.control_store import ControlStore, SilentStoreError
 from adaptra_megatron.common.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Departure, Membership, MembershipRecords, Stalled
-from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import packed
+from adaptra_megatron.elastic.failure_detection import ABORT_POLL_S, FailureDetector
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,
     JobLostError,
@@ -33,9 +44,8 @@ from adaptra_megatron.elastic.failure_errors import (
     is_communication,
     is_of_script,
 )
-from adaptra_megatron.elastic.generation import RESTART, Generation, live_ranks
+from adaptra_megatron.elastic.generation import RESTART, Generation
 from adaptra_megatron.elastic.job_abort import check_abort, publish_error, publish_finished
-from adaptra_megatron.elastic.membership_watch import MembershipWatch, answer_liveness_check, is_requested
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups, interruptible
 from adaptra_megatron.elastic.protocol import (
     Answer,
@@ -74,8 +84,6 @@ logger = logger_of(__name__)
 
 Result = TypeVar("Result")
 
-_ABORT_POLL_S = 0.2
-"""Interval at which a rank in a meeting checks for an error that ends the job."""
 _SURVIVAL = "survival"
 """Prefix of keys that all generations share."""
 _WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
@@ -117,7 +125,7 @@ class RecoveryManager:
         rank after an error of communication. `joined`: groups and generation of a rejoining rank.
         """
         self._layout, self._control, self._groups, self._records = layout, control, groups, records
-        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._timeout_s = timeout_s
         self._store = control.punctual(_SURVIVAL, timeout_s)
         self._steps = ProtocolStore(control, self._store, timeout_s)
         self._desk = CommitDesk(self._store, layout.rank, timeout_s)
@@ -142,7 +150,6 @@ class RecoveryManager:
         self.rank_failures: list[RankFailure] = []
         """All recoveries so far."""
         self._returns: list[Return] = []
-        self._latest: Membership | None = None
         self.epochs = 0
         """Number of generations after the first."""
         self.word: Callable[[Word], Word] = lambda word: word
@@ -153,22 +160,25 @@ class RecoveryManager:
         """
         self.admitted: Callable[[], None] = lambda: None
         """Called on the ranks that trained before, once others have been admitted."""
-        self._liveness: tuple[Generation, SealedStore] | None = None
-        """The present generation and its store of liveness checks, for the watch's thread."""
-        self._requested: Generation | None = None
-        """The last generation with a liveness check."""
         self._swallowed, self._owner = SwallowedErrors(), OwningProcess()
-        # From here on its thread calls `_changed`, which reads the attributes above.
-        self._watch = MembershipWatch(records, self._changed, self._look_for_liveness_check)
+        # From here on its thread calls the given functions, which read the attributes above.
+        self._detector = FailureDetector(
+            layout,
+            control,
+            records,
+            timeout_s,
+            patience_s,
+            generation=lambda: self.generation,
+            interrupt=self._interrupt,
+            check_abort=self._check_abort,
+        )
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         groups.begin(layout, self._control_of(self.generation), self._go_on)
         if joined is not None:
             self._known.update(joined.left)
             groups.leave()
             groups.enter(self.generation, self._control_of(self.generation))
-        # A membership that was there before the watch is no change to it.
-        if (newest := self._watch.newest) is not None:
-            self._changed(newest)
+        self._detector.compare()
 
     def enable_rejoin(self, hand_over: Callable[..., float], settings: Mapping[str, str]) -> None:
         """Let restarted ranks rejoin if they have the same `settings` (see `JobRecord`).
@@ -239,7 +249,7 @@ class RecoveryManager:
             publish_finished(self._store)
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hooked
-        self._watch.close()
+        self._detector.close()
 
     def end_with(self, error: BaseException, *, printed: bool = False) -> None:
         """Publish this rank's own error, so that the other ranks end; log it first unless Python has `printed` it.
@@ -383,11 +393,11 @@ class RecoveryManager:
                     f"tokens, but micro-batches had {word.tokens}"
                 )
             )
-        return Arrived(True, None if self.hand_over is None else self._watch.newest)
+        return Arrived(True, None if self.hand_over is None else self._detector.newest)
 
     def _check_wait(self) -> None:
         """Raise the error that ends the wait of the present phase, if any."""
-        rank, newest = self._rank, self._watch.newest
+        rank, newest = self._rank, self._detector.newest
         if rank.phase is Phase.AWAITING_FATE:
             self.check()
             return
@@ -437,7 +447,7 @@ class RecoveryManager:
             self._admission_ended(before, admitted=after.generation.id == before.next.id)
 
     def _entered_after_failures(self) -> None:
-        rank, generation, membership = self._rank, self.generation, self._watch.newest
+        rank, generation, membership = self._rank, self.generation, self._detector.newest
         self._swallowed.log(self._cause)
         self._steps.release()
         self._enter(generation)
@@ -457,8 +467,7 @@ class RecoveryManager:
     def _enter(self, generation: Generation) -> None:
         self.epochs += 1
         self._groups.enter(generation, self._control_of(generation))
-        if self._latest is not None:  # which may have come while the end of the generation before was still marked
-            self._changed(self._latest)
+        self._detector.compare()
 
     def _exchange_results(self, generation: Generation) -> None:
         """Publish those results of operations outside of calls that other ranks lack, and find those that this rank
@@ -513,7 +522,7 @@ class RecoveryManager:
         ranks = tuple(each for each in late.ranks if each not in self._rank.before)
         if ranks:
             why = f"has not rejoined for {late.waited_s:.1f} s"
-            self._watch.report(Stalled(ranks, why, self._rank.next.admitted))
+            self._detector.report(Stalled(ranks, why, self._rank.next.admitted))
 
     def _got_over(self) -> None:
         """Record and log the recovery, if a rank failed during the work that has just been run again."""
@@ -540,64 +549,13 @@ class RecoveryManager:
         raise self._cause
 
     def _await_change(self, tried: frozenset[int]) -> Membership:
-        """Wait for a membership whose live ranks differ from those `tried` last.
-
-        If there is none within the patience, check the liveness of all ranks and wait again. Then raise the error that
-        interrupted this rank.
-        """
-        membership = self._wait_for_change(tried)
-        if membership is None and self._stalled_are_ended():
-            membership = self._wait_for_change(tried, checked=True)
+        """Return `FailureDetector.change`. If there is none, raise the error that interrupted this rank."""
+        membership = self._detector.change(tried)
         self._check_abort()
         if membership is None:
             self.end_with(self._cause)
             raise self._cause
         return membership
-
-    def _wait_for_change(self, tried: frozenset[int], *, checked: bool = False) -> Membership | None:
-        """Return the membership that `_await_change` waits for; None if there is none within the patience.
-
-        Returns None early once a liveness check begins, unless one had begun before (`checked`).
-        """
-        # A broken connection shows in milliseconds; the launcher needs longer to see a process end, or a host fall
-        # silent.
-        deadline_s, known = time.monotonic() + self._patience_s, -1
-        while (left_s := deadline_s - time.monotonic()) > 0 and (checked or self._requested is not self.generation):
-            membership = self._watch.wait_beyond(known, min(left_s, _ABORT_POLL_S))
-            if membership is None:
-                self._check_abort()
-                continue
-            if self._live(membership) != tried:
-                return membership
-            # The new epoch does not change who is live: a rank is ready again, or one of a dead cell has left.
-            known = membership.epoch
-        return None
-
-    def _look_for_liveness_check(self) -> None:
-        """Interrupt the training thread once another rank has requested a liveness check. In the watch's thread."""
-        generation = self.generation
-        if self._liveness is None or self._liveness[0] is not generation:
-            self._liveness = generation, self._control_of(generation).client("liveness check")
-        if self._requested is not generation and is_requested(self._liveness[1]):
-            self._requested = generation
-            self._interrupt()
-
-    def _stalled_are_ended(self) -> bool:
-        """Request a liveness check, or respond to it. Return whether live ranks are stalled; the launcher ends them."""
-        generation, rank = self.generation, self._layout.rank
-
-        def known() -> bool:
-            self._check_abort()
-            newest = self._watch.newest
-            return newest is not None and self._live(newest) != generation.live
-
-        with self._control_of(generation).lent("liveness check", self._timeout_s) as store:
-            stalled = answer_liveness_check(
-                store, self._layout, generation.live, generation.admitted, self._timeout_s, known
-            )
-        if stalled is not None and rank == min(generation.live.difference(stalled.ranks)):
-            self._watch.report(stalled)
-        return stalled is not None or known()
 
     def _no_meeting(self, cause: TimeoutError) -> UnrecoverableError:
         assert self._rank.next is not None
@@ -616,7 +574,7 @@ class RecoveryManager:
             raise JobLostError(f"all ranks that held the optimizer's state of {held} have failed: {RESTART}")
 
     def _check_abort_by_interval(self) -> None:
-        if time.monotonic() - self._abort_checked_s > _ABORT_POLL_S:
+        if time.monotonic() - self._abort_checked_s > ABORT_POLL_S:
             self._check_abort()
             self._abort_checked_s = time.monotonic()
 
@@ -629,23 +587,11 @@ class RecoveryManager:
         self._hooked(kind, error, trace)
         self.end_with(error, printed=True)
 
-    # Who lives.
-
     def _control_of(self, generation: Generation) -> ControlStore:
         return self._control.in_generation(generation.id)
 
-    def _live(self, membership: Membership) -> frozenset[int]:
-        return live_ranks(self._layout, membership, self.generation.admitted)
-
-    def _changed(self, membership: Membership) -> None:
-        """Interrupt the training thread if live ranks have changed with `membership`. In the watch's thread."""
-        # Kept although it may be ignored now: `_enter` compares it with the next generation.
-        self._latest = membership
-        if self._live(membership) == self.generation.live:
-            return
-        self._interrupt()
-
     def _interrupt(self) -> None:
+        """End the waits of the training thread, in any thread."""
         self._groups.ended.set()
         for callback in self._callbacks:
             callback()

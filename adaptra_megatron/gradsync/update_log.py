@@ -34,7 +34,7 @@ logger = logger_of(__name__)
 
 # A watch under --adaptra-sync-mode: replicas see at once when one of them is killed, and stop.
 # They see it also while they wait for something else. Jobs that survive rank failures learn it from the launcher:
-# `elastic.membership_watch`.
+# `elastic.failure_detection`.
 
 _FAREWELL_TAG = 0
 _AGES = timedelta(days=3650)

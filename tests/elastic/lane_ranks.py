@@ -28,16 +28,16 @@ TIMEOUT_S = 20.0
 
 def look_last(survival: RecoveryManager, records: MembershipRecords) -> None:
     """Have this rank look who lives once ranks 0 and 1 have left."""
-    original = survival._await_change
+    original = survival._detector.change
 
-    def last(tried: frozenset[int]) -> Membership:
+    def last(tried: frozenset[int]) -> Membership | None:
         deadline_s = time.monotonic() + TIMEOUT_S
         while (newest := records.newest()) is None or not {0, 1}.isdisjoint(newest.live):
             assert time.monotonic() < deadline_s, newest
             time.sleep(0.02)
         return original(tried)
 
-    survival._await_change = last  # type: ignore[method-assign]
+    survival._detector.change = last  # type: ignore[method-assign]
 
 
 def main() -> None:

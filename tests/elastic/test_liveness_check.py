@@ -11,7 +11,7 @@ import torch.distributed as dist
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.membership import Stalled
 from adaptra_megatron.common.sealed_store import SealedStore
-from adaptra_megatron.elastic.membership_watch import answer_liveness_check, is_requested
+from adaptra_megatron.elastic.failure_detection import answer_liveness_check, is_requested
 
 RANKS = 4
 LIVE = frozenset(range(RANKS))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learn from the launcher, in a thread, which ranks live, and wake or end training when one has failed.
+"""Detect that ranks have failed: the launcher's membership is read in a thread, which interrupts training.
 
 A liveness check finds stalled ranks: processes that are stopped, or hang in a driver, while their hosts report. The
 first rank that has waited longer than the job's timeout, while the launcher knows of no failure, requests it. All
@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, Stalled
 from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.elastic.generation import Generation, live_ranks
 
 logger = logger_of(__name__)
 
@@ -105,26 +107,48 @@ def answer_liveness_check(
     return Stalled(missing, why, admitted)
 
 
+ABORT_POLL_S = 0.2
+"""Interval at which a waiting rank checks for an error that ends the job."""
 _LOOKED_S = 1.0
 _LOOKS_S, _RANKS_PER_S = 0.05, 20_000
 """Shortest poll interval, and polls per second of all ranks together, which lengthen the interval of large jobs."""
 
 
-class MembershipWatch:
-    """Thread that reads the launcher's membership from the job's store, from construction to `close`."""
+class FailureDetector:
+    """Interrupts the training thread as soon as the live ranks differ from those of its generation, and then finds out
+    who lives.
+
+    A thread reads the launcher's membership from the job's store, from construction to `close`. The other methods are
+    for the training thread.
+    """
 
     def __init__(
-        self, records: MembershipRecords, changed: Callable[[Membership], None], looked: Callable[[], None]
+        self,
+        layout: JobLayout,
+        control: ControlStore,
+        records: MembershipRecords,
+        timeout_s: float,
+        patience_s: float,
+        generation: Callable[[], Generation],
+        interrupt: Callable[[], None],
+        check_abort: Callable[[], None],
     ) -> None:
         """Start the thread.
 
-        It calls `changed` with each new membership before `newest` returns it, and `looked` about once a second. Both
-        may raise RuntimeError if a store does.
+        `timeout_s`, `patience_s`: see RecoveryManager. `generation`: returns the present one. `interrupt`: ends the
+        training thread's waits. `check_abort`: raises once another rank's error ends the job.
         """
-        self._records, self._changed, self._looked = records, changed, looked
+        self._layout, self._control, self._records = layout, control, records
+        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._generation, self._interrupt, self._check_abort = generation, interrupt, check_abort
+        self._liveness: tuple[Generation, SealedStore] | None = None
+        """The present generation and its store of liveness checks, for the thread."""
+        self._requested: Generation | None = None
+        """The last generation with a liveness check."""
         self._stalled: Stalled | None = None
         """Stalled ranks that are still to be reported."""
-        self._newest = records.newest()
+        self._latest = self._newest = records.newest()
+        """`_latest` is set before the membership is compared, `_newest` after training has been interrupted."""
         self._news = threading.Condition()
         self._closed, self._look = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="adaptra-membership", daemon=True)
@@ -136,12 +160,24 @@ class MembershipWatch:
         with self._news:
             return self._newest
 
-    def wait_beyond(self, epoch: int, timeout_s: float) -> Membership | None:
-        """Return the newest membership once its epoch is after `epoch`; None if there is none within `timeout_s`."""
-        self._look.set()
-        with self._news:
-            self._news.wait_for(lambda: self._newest is not None and self._newest.epoch > epoch, timeout_s)
-            return self._newest if self._newest is not None and self._newest.epoch > epoch else None
+    def compare(self) -> None:
+        """Interrupt the training thread if live ranks differ from those of its generation. Call it once groups of a
+        generation have been entered: the membership may have come before, while the end of the generation before was
+        still marked.
+        """
+        if self._latest is not None and self._live(self._latest) != self._generation().live:
+            self._interrupt()
+
+    def change(self, tried: frozenset[int]) -> Membership | None:
+        """Wait for a membership whose live ranks differ from those `tried` last, and return it.
+
+        If there is none within the patience, check the liveness of all ranks and wait again; None if there is none
+        then. Raises the errors of `check_abort`.
+        """
+        membership = self._await_change(tried)
+        if membership is None and self._stalled_are_ended():
+            membership = self._await_change(tried, checked=True)
+        return membership
 
     def report(self, stalled: Stalled) -> None:
         """Report stalled ranks to the launcher, which ends them."""
@@ -153,6 +189,54 @@ class MembershipWatch:
         self._closed.set()
         self._look.set()
         self._thread.join(timeout=2.0)
+
+    def _await_change(self, tried: frozenset[int], *, checked: bool = False) -> Membership | None:
+        """Return the membership that `change` waits for; None if there is none within the patience.
+
+        Returns None early once a liveness check begins, unless one had begun before (`checked`).
+        """
+        # A broken connection shows in milliseconds; the launcher needs longer to see a process end, or a host fall
+        # silent.
+        deadline_s, known = time.monotonic() + self._patience_s, -1
+        while (left_s := deadline_s - time.monotonic()) > 0 and (checked or self._requested is not self._generation()):
+            membership = self._beyond(known, min(left_s, ABORT_POLL_S))
+            if membership is None:
+                self._check_abort()
+                continue
+            if self._live(membership) != tried:
+                return membership
+            # The new epoch does not change who is live: a rank is ready again, or one of a dead cell has left.
+            known = membership.epoch
+        return None
+
+    def _beyond(self, epoch: int, timeout_s: float) -> Membership | None:
+        """Return the newest membership once its epoch is after `epoch`; None if there is none within `timeout_s`."""
+        self._look.set()
+        with self._news:
+            self._news.wait_for(lambda: self._newest is not None and self._newest.epoch > epoch, timeout_s)
+            return self._newest if self._newest is not None and self._newest.epoch > epoch else None
+
+    def _stalled_are_ended(self) -> bool:
+        """Request a liveness check, or respond to it. Return whether live ranks are stalled; the launcher ends them."""
+        generation, rank = self._generation(), self._layout.rank
+
+        def known() -> bool:
+            self._check_abort()
+            newest = self.newest
+            return newest is not None and self._live(newest) != generation.live
+
+        with self._control.in_generation(generation.id).lent("liveness check", self._timeout_s) as store:
+            stalled = answer_liveness_check(
+                store, self._layout, generation.live, generation.admitted, self._timeout_s, known
+            )
+        if stalled is not None and rank == min(generation.live.difference(stalled.ranks)):
+            self.report(stalled)
+        return stalled is not None or known()
+
+    def _live(self, membership: Membership) -> frozenset[int]:
+        return live_ranks(self._layout, membership, self._generation().admitted)
+
+    # In the thread.
 
     def _work(self) -> None:
         epoch = -1 if self._newest is None else self._newest.epoch
@@ -166,7 +250,7 @@ class MembershipWatch:
                     self._records.report(self._stalled)
                     self._stalled = None
                 if time.monotonic() - looked_s > _LOOKED_S:
-                    self._looked()
+                    self._look_for_liveness_check()
                     looked_s = time.monotonic()
                 found = self._records.newest()
             except RuntimeError as cause:
@@ -175,7 +259,19 @@ class MembershipWatch:
             if found is None or found.epoch <= epoch:
                 continue
             epoch = found.epoch
-            self._changed(found)  # first: what it ends is not to be what the training has begun for the new set
+            # First: the interruption must not hit training that has begun with the new set.
+            self._latest = found
+            self.compare()
             with self._news:
                 self._newest = found
                 self._news.notify_all()
+
+    def _look_for_liveness_check(self) -> None:
+        """Interrupt the training thread once another rank has requested a liveness check."""
+        generation = self._generation()
+        if self._liveness is None or self._liveness[0] is not generation:
+            store = self._control.in_generation(generation.id).client("liveness check")
+            self._liveness = generation, store
+        if self._requested is not generation and is_requested(self._liveness[1]):
+            self._requested = generation
+            self._interrupt()
