@@ -7,6 +7,7 @@ The tables need neither torch nor Megatron: `adaptra check` reads them, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -162,28 +163,32 @@ def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
     _raise_first(_sync_mode_errors(mode, *settings))
 
 
-def _replicas_meet(settings: Any) -> bool:
-    """Return whether all data-parallel replicas meet in each forward, as far as `settings` say how many there are."""
-    if not has_experts(settings):
-        return False
-    if "global_aux_loss" in (getattr(settings, "moe_router_load_balancing_type", None) or ""):
-        return True
+def ranks_of_replica(settings: Any) -> int:
+    """Return the number of ranks of a replica, all that meet in a forward: where experts span data-parallel ranks,
+    also these (`settings`: before defaults are filled in).
+    """
 
     def size(name: str, default: int = 1) -> int:
         return getattr(settings, f"{name}_parallel_size", None) or default
 
-    experts = size("expert_model") * size("expert_tensor", size("tensor_model")) * size("pipeline_model")
+    experts = size("expert_model") * size("expert_tensor", size("tensor_model")) if has_experts(settings) else 1
+    return math.lcm(size("tensor_model") * size("context"), experts) * size("pipeline_model")
+
+
+def _replicas_meet(settings: Any) -> bool:
+    """Return whether all ranks meet in each forward, as far as `settings` say how many there are."""
+    kinds = getattr(settings, "moe_router_load_balancing_type", None) or ""
     world_size = getattr(settings, "world_size", None) or 0
-    return 0 < world_size <= experts and world_size > size("tensor_model") * size("context") * size("pipeline_model")
+    return has_experts(settings) and ("global_aux_loss" in kinds or 0 < world_size < 2 * ranks_of_replica(settings))
 
 
 REROUTING = (
     Refusal(
         "experts that span all data-parallel replicas, or a global auxiliary loss",
         _replicas_meet,
-        "all replicas then meet in each forward, so none of them can take another's micro-batch; it takes twice as "
-        "many ranks as --expert-model-parallel-size x --expert-tensor-parallel-size x --pipeline-model-parallel-size, "
-        "and no global_aux_loss in --moe-router-load-balancing-type",
+        "all ranks then meet in each forward, and none can take another's micro-batch; it takes twice as many ranks as "
+        "the larger of --expert-model-parallel-size x --expert-tensor-parallel-size and --tensor-model-parallel-size x "
+        "--context-parallel-size, for each stage, and no global_aux_loss in --moe-router-load-balancing-type",
     ),
     Refusal(
         "combined 1F1B (--overlap-moe-expert-parallel-comm)",

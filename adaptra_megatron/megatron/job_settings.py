@@ -51,7 +51,7 @@ ANYWHERE = ("use_megatron_fsdp",)
 """Settings that two configurations of Megatron-Bridge have (`dist`, `ddp`), and that are on where either says so."""
 SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_tensor_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 COUNTS = (
     *("num_layers", "mtp_num_layers", "num_moe_experts", "recompute_num_layers", "fp8_amax_history_len"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.megatron.feature_refusals import errors_of_flags
+from adaptra_megatron.megatron.feature_refusals import errors_of_flags, ranks_of_replica
 from adaptra_megatron.megatron.gradients.split_rules import SplitRule, expected_layers, rule_for
 from adaptra_megatron.megatron.refusals import (
     combines,
@@ -82,6 +82,8 @@ def prospects_of(settings: Any) -> Prospects:
         Feature(name, "less", "observed only: stock's schedule runs, and its actions are not timed", "none")
         for name in in_order
     ]
+    if runs:
+        features += _rerouted(settings)
     if splits:
         features += [*_whole(whole), *_captured(settings), *_recompute(settings), *_twice(settings), *_draws(settings)]
     split = sum(layer.number for layer in layers if layer.name not in whole) if splits else 0
@@ -104,6 +106,14 @@ def _refused(settings: Any) -> list[Feature]:
     if found:
         return found
     return [Feature(error.what, REFUSED, error.why, "see the reason") for error in errors_of_flags(settings)]
+
+
+def _rerouted(settings: Any) -> list[Feature]:
+    reroute = getattr(settings, "adaptra_reroute", "off")
+    if reroute == "off":
+        return []
+    reason = f"takes two replicas, {2 * ranks_of_replica(settings)} ranks or more: with fewer the job does not start"
+    return [Feature(f"--adaptra-reroute {reroute}", "runs", reason, "none")]
 
 
 def _whole(whole: dict[str, SplitRule]) -> list[Feature]:

@@ -445,6 +445,23 @@ def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({}, 4),
+        ({"expert_model_parallel_size": 8}, 32),
+        ({"num_experts": None, "expert_model_parallel_size": 8}, 4),
+        ({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 16),
+        ({"context_parallel_size": 3, "expert_model_parallel_size": 2}, 24),
+    ],
+)
+def test_what_recovery_takes_at_least_is_said(sizes: dict[str, Any], ranks: int) -> None:
+    """Three data-parallel ranks of two parts of a sequence each, and experts at two ranks, are joined as one."""
+    asked = {"num_experts": 8, "adaptra_reroute": "failures", "pipeline_model_parallel_size": 2}
+    (found,) = [each for each in prospects_of(SimpleNamespace(**asked | sizes)).features if "reroute" in each.name]
+    assert (found.effect, f"two replicas, {ranks} ranks or more" in found.reason) == ("runs", True)
+
+
 def test_every_refusal_of_recovery_is_tried() -> None:
     for each in RECOVERY:
         assert any(each.is_on(SimpleNamespace(**settings)) for settings, _ in LOST.values()), each.feature

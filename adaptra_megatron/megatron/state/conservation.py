@@ -5,7 +5,8 @@ Every gradient bucket has a count, an int32. Each backward that completes weight
 counts of its buckets, before a hook can start their reduction. A count is zeroed with its buffer, and reduced wherever
 its bucket is reduced (`FaultTolerantGroup`): over the same ranks, after it in the same queue or stream, and written
 together with the bucket's sum. So after the reduction each rank has the number of micro-batches in each of its buckets:
-replicas x micro-batches, also if live cells computed the micro-batches of dead ones. The number is different if a
+as many per rank of the bucket's group, also if live cells computed those of dead ones. For experts that span
+data-parallel ranks that is one of each replica, as their tokens come from all ranks at once. The number differs if a
 micro-batch is missing or doubled, if a bucket was not zeroed, not reduced or reduced twice, or if a late reduction of
 an earlier attempt wrote to it.
 
@@ -41,7 +42,7 @@ class MiscountedGradientsError(UnsoundAttemptError):
         """Return the difference, in one sentence."""
         return (
             f"stage {self.stage}, chunk {self.chunk}, bucket {self.bucket}: gradients hold {self.found} of "
-            f"{self.expected} micro-batches (replicas x micro-batches), so they are not those of the global batch"
+            f"{self.expected} micro-batches (ranks x micro-batches), so they are not those of the global batch"
         )
 
 

@@ -259,30 +259,33 @@ def copied(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> di
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("replicas", "flags"),
+    ("replicas", "expert", "flags"),
     [
-        pytest.param(3, "", id="whole", marks=pytest.mark.slow),
-        pytest.param(3, SHARDED, id="sharded"),
-        pytest.param(4, f"{SHARDED} {INSTANCES} 2", id="optimizer-instances", marks=pytest.mark.slow),
+        pytest.param(3, 1, "", id="whole", marks=pytest.mark.slow),
+        pytest.param(3, 1, SHARDED, id="sharded"),
+        pytest.param(4, 1, f"{SHARDED} {INSTANCES} 2", id="optimizer-instances", marks=pytest.mark.slow),
+        pytest.param(2, 2, f"{EXPERTS} {SHARDED}", id="experts-that-span-replicas-sharded", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_those_that_live_is_one_of_the_whole_job(
-    replicas: int, flags: str, tmp_path: Path, fork_server: ForkServer
+    replicas: int, expert: int, flags: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """Rank 0, which writes what all share, has died when it is written, and with another all of the replica that counts
     in checkpoints; stock Megatron goes on from it, with all ranks."""
-    features, checkpoints, world_size = f"--bf16 {flags}", tmp_path / "checkpoints", 2 * replicas
-    layout = Layout(replicas, 2, flags=f"{features} --save {checkpoints}")
-    results = train(layout, tmp_path / "deaths", fork_server, ("0:2:1", f"{replicas}:4:2"))
-    assert [result.returncode for result in results] == [KILLED if not r % replicas else 0 for r in range(world_size)]
+    features, checkpoints = f"--bf16 {flags}", tmp_path / "checkpoints"
+    layout = Layout(replicas, 2, expert=expert, flags=f"{features} --save {checkpoints}")
+    world_size, second = layout.world_size, layout.world_size // 2
+    results = train(layout, tmp_path / "deaths", fork_server, ("0:2:1", f"{second}:4:2"))
+    ended = [result.returncode for result in results]
+    assert ended == [(KILLED if r in (0, second) else 1) if not layout.cell(r)[0] else 0 for r in range(world_size)]
     stock = replace(layout, flags=f"{features} --load {checkpoints}", adaptra="")
     assert [result.returncode for result in train(stock, tmp_path / "stock", fork_server)] == [0] * world_size
     for rank in range(world_size):
         # Next to it is the copy of its shard; two ranks on, the same shard of another instance.
-        live = rank if rank % replicas else rank + (2 if INSTANCES in flags else 1)
+        live = rank if layout.cell(rank)[0] else rank + (2 if INSTANCES in flags else expert)
         ours, theirs = dumped(tmp_path / "deaths", live), dumped(tmp_path / "stock", rank)
         check_equal(ours, {name: tensor for name, tensor in theirs.items() if name.startswith("parameter ")})
-        if flags == SHARDED and live != rank:
+        if SHARDED in flags and INSTANCES not in flags and live != rank:
             ours = copied(ours, dumped(tmp_path / "stock", live))
         check_equal(ours, optimizer_state(theirs))
 
