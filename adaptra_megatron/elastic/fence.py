@@ -383,7 +383,8 @@ class FencedGroup:
 
         def launched(*given: Any, **keywords: Any) -> Any:
             found = method(*given, **keywords)
-            if hasattr(found, "is_completed"):
+            # What a graph captures is run by its replays: torch's handle of it never completes.
+            if hasattr(found, "is_completed") and not torch.cuda.is_current_stream_capturing():
                 self._note(found, name.strip("_"), self)
             return found
 

@@ -124,6 +124,8 @@ class FaultTolerantGroups:
         """
         self.gather: Callable[[], None] = lambda: None
         """Gathers all parameters from the optimizer's shards."""
+        self.before_leaving: list[Callable[[], None]] = []
+        """Called by `leave` before it ends operations: they drop what holds communicators."""
         self.ignores_failed = False
         """See `ignoring_failed_members`."""
         self._groups: list[FaultTolerantGroup] = []
@@ -243,6 +245,8 @@ class FaultTolerantGroups:
 
         Raises OperationStillRunsError under the conditions of `Fence.wait`.
         """
+        for each in self.before_leaving:
+            each()
         fence, self._fence = self._fence, Fence()
         self._natives.clear()
         fence.close()

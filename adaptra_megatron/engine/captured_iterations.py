@@ -30,17 +30,17 @@ CAPTURED = "CUDA graphs captured just before, for another order"
 class LayerCapture(EngineFeature):
     """Layers that are captured as CUDA graphs."""
 
-    def __init__(self, queue: WeightGradientQueue) -> None:
-        """`queue`: see CapturedLayers."""
+    def __init__(self, queue: WeightGradientQueue, *, deferred: bool = False) -> None:
+        """`queue`, `deferred`: see CapturedLayers."""
         super().__init__()
-        self._queue = queue
+        self._queue, self._deferred = queue, deferred
 
     @functools.cached_property
     def layers(self) -> CapturedLayers:
         """The layers, for a job that captures any."""
         from adaptra_megatron.megatron.captured_layers import CapturedLayers
 
-        return CapturedLayers(self._queue)
+        return CapturedLayers(self._queue, deferred=self._deferred)
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
         """See EngineFeature."""
@@ -59,6 +59,8 @@ class CapturedIterations(IterationHooks):
         self._capture = capture
         self._layers: CapturedLayers | None = None
         """None in a job that captures none."""
+        self._warm_from = 0
+        """First training iteration in which graphs that have been dropped may be captured again."""
 
     def made(self, call: PipelineCall) -> None:
         """See IterationHooks. Raises UnsupportedFeatureError before megatron-core 0.16."""
@@ -71,6 +73,16 @@ class CapturedIterations(IterationHooks):
         self.pipeline.dispatcher.fixed = captured
         self._layers = self._capture.layers if captured else None
 
+    def drop(self) -> None:
+        """Drop all graphs, as the process groups in them end."""
+        if self._layers is not None:
+            self._layers.drop()
+
+    def enter(self, call: PipelineCall) -> None:
+        """Capture again in this generation, all ranks in the same iteration: a rank that has rejoined is warm then."""
+        if self._layers is not None:
+            self._warm_from = self.pipeline.training_iterations + call.config.cuda_graph_warmup_steps
+
     def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
         """See IterationHooks. Afterwards layers have their graphs again, if they ran without."""
         try:
@@ -82,15 +94,18 @@ class CapturedIterations(IterationHooks):
     def choose_work(self, work: Callable[[], Work], call: PipelineCall, schedule: Schedule) -> Work:
         """See IterationHooks. Graphs are captured anew here if the order is not theirs.
 
-        Routed iterations run without graphs. So do evaluations, by Megatron itself.
+        Routed iterations run without graphs. So do evaluations, by Megatron itself, and iterations between a change of
+        live ranks and the next capture.
         """
         chosen = work()
         if call.forward_only or self._layers is None:
             return chosen
-        if chosen.program.schedule is not schedule:
+        actions = [step.action for step in chosen.program.steps]
+        if self.pipeline.degraded or actions != list(schedule.orders[call.stage]):
             self._layers.suspend()
         else:
-            anew = self._layers.follow(chunks_in_order(step.action for step in chosen.program.steps))
+            order = chunks_in_order(actions)
+            anew = self._layers.follow(order, warm=self.pipeline.training_iterations >= self._warm_from)
             self.pipeline.switched(self._layers.seconds, CAPTURED if anew else None)
             if anew and is_first_rank():
                 text = "CUDA graphs captured anew for plan %d, in %.1f s"

@@ -23,6 +23,7 @@ from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups, 
 from adaptra_megatron.elastic.protocol_store import Word, said_by_one
 from adaptra_megatron.elastic.recovery import RankFailure, RecoveryManager
 from adaptra_megatron.elastic.rejoin import JoinResult, RejoiningRank, Return
+from adaptra_megatron.engine.captured_iterations import CapturedIterations
 from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFeature, IterationHooks
 from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, rejoin_job
 from adaptra_megatron.engine.rerouting import Rerouting
@@ -163,6 +164,7 @@ class Recovery(IterationHooks):
         _refuse(call, pipeline.book.layout, feature.sharded_optimizers)
         _hold_copies(pipeline.job, feature.sharded_optimizers)
         self._kept = AttemptState(call.model_chunks)
+        self._groups.before_leaving += [each.drop for each in pipeline.hooks if isinstance(each, CapturedIterations)]
         joining, feature.joining = feature.joining, None
         if joining is not None:
             # Before the meeting: a rejoining rank must run the others' plan in its first iteration.
@@ -227,6 +229,8 @@ class Recovery(IterationHooks):
         for each in pipeline.hooks:
             if isinstance(each, Rerouting):
                 each.enter(generation, control, pipeline.planner, check)
+            elif isinstance(each, CapturedIterations):
+                each.enter(call)
         first = pipeline.training_iterations
         pipeline.exchange = PlanExchange(job.control, job.layout, pipeline.planner, job.timeout_s, first=first)
         # With dead cells routes decide the order, and no cell dispatches online.

@@ -152,7 +152,11 @@ def make_features(
             from adaptra_megatron.elastic.process_group_manager import refuse_restarted
 
             refuse_restarted(config.reroute)
-    features += [SplitEngineLayers(queue), EngineFeature(GuardedOrder), LayerCapture(queue)]
+    features += [
+        SplitEngineLayers(queue),
+        EngineFeature(GuardedOrder),
+        LayerCapture(queue, deferred=config.is_fault_tolerant),
+    ]
     if decorate is not None:
         features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))
     if config.profile_ranges:

@@ -12,12 +12,17 @@ between.
   `convert_schedule_table_to_order`: it gets the one that the rank runs.
 - Before an iteration in another order all graphs are dropped and captured again. That takes as long as the first time.
 - Where the order is not known beforehand, layers run without graphs: `suspended`.
+- Where ranks may fail, graphs end with the generation whose process groups are in them (a layer's sums over tensor-,
+  context- and expert-parallel ranks): NCCL aborts no communicator before the last graph with it is gone (init.cc:
+  commDestroySync), and a replay would use the aborted one. They are captured inside an iteration, so that a rank that
+  fails meanwhile ends the capture as any other attempt.
 - What we keep for longer than stock does is copied out of the pool: gradients that another stage gets, as our sends do
   not end before the next backward, and what a weight gradient is computed from later.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import cuda_graphs
 from torch.utils._pytree import tree_leaves
 
 from adaptra_megatron.megatron.compat import logged_sums
@@ -34,13 +40,17 @@ from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 Order = tuple[int, ...]
 """Forwards and backwards of one rank: 1 + chunk for a forward, negative for a backward. Those of a chunk come in the
 order of its micro-batches."""
+_DUE: Order = ()
 
 
 class CapturedLayers:
     """The graphs of one process's layers, and the order in which they were captured."""
 
-    def __init__(self, queue: WeightGradientQueue) -> None:
-        """`queue`: gets the addresses of results and gradients in the graphs' memory."""
+    def __init__(self, queue: WeightGradientQueue, *, deferred: bool = False) -> None:
+        """`queue`: gets the addresses of results and gradients in the graphs' memory. `deferred`: capture in `follow`
+        alone, once the script has asked for it.
+        """
+        self._deferred = deferred
         self.captures = 0
         """Number of captures so far, the script's own among them."""
         self.seconds = 0.0
@@ -50,8 +60,10 @@ class CapturedLayers:
         self._order: Order | None = None
         """Of the latest training iteration; None before the first one."""
         self._captured: dict[Any, Order] = {}
-        """By Megatron's helper object, of which there may be one per model."""
+        """By Megatron's helper object, of which there may be one per model; _DUE where graphs have to be captured."""
         self._given: Order = ()
+        self._follows = False
+        """Whether `follow` captures."""
         self._suspended: list[tuple[Any, list[Any]]] = []
 
     def order_for(self, stock: Sequence[int]) -> list[int]:
@@ -64,7 +76,10 @@ class CapturedLayers:
         return list(self._given)
 
     def capture(self, helper: Any, stock: Callable[[Any], None]) -> None:
-        """Capture the layers of `helper` by `stock`, its own `create_cudagraphs`."""
+        """Capture the layers of `helper` by `stock`, its own `create_cudagraphs`; only note it if that is deferred."""
+        if self._deferred and not self._follows:
+            self._captured[helper] = _DUE
+            return
         begun_s = time.monotonic()
         self._given = ()
         stock(helper)
@@ -74,9 +89,11 @@ class CapturedLayers:
         self.captures += 1
         self.seconds = time.monotonic() - begun_s
 
-    def follow(self, order: Order) -> bool:
-        """Prepare for an iteration in `order`: capture anew if the graphs are for another one. Return whether that was
-        so.
+    def follow(self, order: Order, *, warm: bool = True) -> bool:
+        """Prepare for an iteration in `order`: capture anew if the graphs are for another one, or have been dropped.
+        Return whether that was so.
+
+        `warm`: False if graphs that have been dropped are not due yet.
 
         Call it before the first action. Gradients that earlier calls have accumulated stay.
 
@@ -86,11 +103,25 @@ class CapturedLayers:
         stale = [
             helper
             for helper, captured in self._captured.items()
-            if helper.graphs_created() and captured != tuple(each for each in order if abs(each) <= max(captured))
+            if (
+                warm
+                if captured == _DUE
+                else helper.graphs_created() and captured != tuple(each for each in order if abs(each) <= max(captured))
+            )
         ]
         for helper in stale:
             self._capture_anew(helper)
         return bool(stale)
+
+    def drop(self) -> None:
+        """Drop all graphs; `follow` captures them again."""
+        self.resume()
+        for helper, captured in self._captured.items():
+            if captured != _DUE and helper.graphs_created():
+                self._captured[helper] = _DUE
+                _delete(helper)
+        self._replays.clear()
+        self._queue.lent.clear()
 
     def suspend(self) -> None:
         """Run layers without their graphs until `resume`."""
@@ -121,27 +152,64 @@ class CapturedLayers:
             each.is_known = False
 
     def _capture_anew(self, helper: Any) -> None:
-        hooked = [chunk for chunk in helper.model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-        by_hand = any(layer.cuda_graph_manual_hooks for layer in _layers(helper))
         # The helper zeroes these.
         sums = {name: value.clone() for name, value in logged_sums().items()}
         gradients = [(each, each.to("cpu", copy=True)) for each in _gradients(helper) if each.any()]
-        helper.delete_cuda_graphs()
-        if hasattr(helper, "_capture_finished"):  # from 0.18 on: a helper captures once
-            helper._capture_finished = False
-        for chunk in hooked:  # as Megatron's train() does around its capture
-            chunk.disable_forward_pre_hook(param_sync=False)
-        with _alone():
-            helper.create_cudagraphs()
-        for chunk in hooked:
-            chunk.enable_forward_pre_hook()
-        if by_hand:
-            helper.cuda_graph_set_manual_hooks()
+        if helper.graphs_created():
+            _delete(helper)
+        self._captured[helper] = _DUE
+        self._follows = True
+        try:
+            with _alone(), _without_hooks(helper), _undone(helper):
+                helper.create_cudagraphs()
+        finally:
+            self._follows = False
+        if self._captured[helper] == _DUE:  # it has found no layer to capture
+            del self._captured[helper]
         for name, value in logged_sums().items():
             if name in sums:
                 value.copy_(sums[name])
         for gradient, value in gradients:
             gradient.copy_(value)
+
+
+def _delete(helper: Any) -> None:
+    by_hand = any(layer.cuda_graph_manual_hooks for layer in _layers(helper))
+    helper.delete_cuda_graphs()
+    if hasattr(helper, "_capture_finished"):  # from 0.18 on: a helper captures once
+        helper._capture_finished = False
+    if by_hand:
+        helper.cuda_graph_set_manual_hooks()
+
+
+@contextmanager
+def _without_hooks(helper: Any) -> Iterator[None]:
+    """Gather no parameters before forwards within this context, as Megatron's train() around its capture."""
+    hooked = [chunk for chunk in helper.model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+
+
+@contextmanager
+def _undone(helper: Any) -> Iterator[None]:
+    """Undo what a capture that raises leaves behind in Transformer Engine (graph.py: make_graphed_callables) and in
+    Megatron.
+    """
+    calls = {kind: kind.__call__ for kind in map(type, _layers(helper))}
+    try:
+        yield
+    except BaseException:
+        for kind, call in calls.items():
+            kind.__call__ = call  # type: ignore[method-assign]
+        for name in ("_set_capture_end", "te_set_capture_end"):
+            getattr(cuda_graphs, name, int)()
+        gc.unfreeze()
+        raise
 
 
 @contextmanager

@@ -182,6 +182,11 @@ def _replicas_meet(settings: Any) -> bool:
     return has_experts(settings) and ("global_aux_loss" in kinds or 0 < world_size < 2 * ranks_of_replica(settings))
 
 
+def _keeps_scales(settings: Any) -> bool:
+    """Return whether FP8 scales come from earlier micro-batches (Transformer Engine's DelayedScaling)."""
+    return bool(getattr(settings, "fp8", None)) and getattr(settings, "fp8_recipe", "delayed") == "delayed"
+
+
 REROUTING = (
     Refusal(
         "experts that span all data-parallel replicas, or a global auxiliary loss",
@@ -191,13 +196,19 @@ REROUTING = (
         "--context-parallel-size, for each stage, and no global_aux_loss in --moe-router-load-balancing-type",
     ),
     Refusal(
+        "--fp8-recipe delayed without --tp-only-amax-red",
+        lambda settings: _keeps_scales(settings) and not getattr(settings, "tp_only_amax_red", False),
+        "all replicas of a stage meet in each forward and backward for the largest values of their tensors, so none of "
+        "them can compute another's micro-batch; other recipes have no such reduction",
+    ),
+    Refusal(
         "combined 1F1B (--overlap-moe-expert-parallel-comm)",
         combines,
         "routed micro-batches are not combined",
     ),
 )
-"""Features that --adaptra-reroute does not support. The groups that ranks have made decide on this one again before the
-first iteration."""
+"""Features that --adaptra-reroute does not support. The groups that ranks have made decide on the first one again
+before the first iteration."""
 
 _LACKING = "the copies of shards of the optimizer's state would lack it"
 
@@ -226,11 +237,6 @@ RECOVERY = (
         "a captured step sums up norms over process groups that a rank which fails takes with it",
     ),
     Refusal(
-        _CAPTURED,
-        lambda settings: graphs_of(settings) != "none",
-        "a graph has captured process groups that a rank which fails takes with it",
-    ),
-    Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         either("ddp_reduce_scatter_with_fp32_accumulation", "reduce_scatter_with_fp32_accumulation"),
         _LACKING,
@@ -246,10 +252,8 @@ RECOVERY = (
         "a rank that fails takes its shard of the parameters with it",
     ),
     Refusal(
-        "--fp8-recipe delayed",
-        lambda settings: (
-            bool(getattr(settings, "fp8", None)) and getattr(settings, "fp8_recipe", "delayed") == "delayed"
-        ),
+        "--fp8-recipe delayed with --tp-only-amax-red",
+        lambda settings: _keeps_scales(settings) and getattr(settings, "tp_only_amax_red", False),
         "the history of scales of an attempt that is redone would stay; other recipes keep none",
     ),
     Refusal(

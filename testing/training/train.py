@@ -129,13 +129,16 @@ class Trainer:
         iterators = self._iterators(self.training_data, self.iteration * args.global_batch_size)
         for chunk in self.model:
             chunk.train()
+        first = self.iteration
         while self.iteration < args.train_iters:
             if self._saves is not None:
                 self._saves.maybe_finalize_async_calls()
             for watcher in self._watchers:
                 watcher(self.iteration)
             started = time.perf_counter()
-            if self._graphs is not None and self.iteration == args.cuda_graph_warmup_steps:  # as Megatron's train()
+            if (
+                self._graphs is not None and self.iteration - first == args.cuda_graph_warmup_steps
+            ):  # as Megatron's train()
                 self._capture()
             grad_norm = self._train_step(iterators)
             if self._runtime is not None and (plan := self._runtime.last_plan()) is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import cuda_graphs
 
 from adaptra_megatron.megatron import captured_layers
 from adaptra_megatron.megatron.captured_layers import CapturedLayers
@@ -116,6 +117,50 @@ def test_all_is_as_before_once_captured_anew(layers: CapturedLayers, monkeypatch
     assert layers.captures == 2
     helper.delete_cuda_graphs()
     assert not layers.follow(tuple(STOCK)), "the script has dropped them"
+
+
+def test_where_ranks_may_fail_graphs_are_captured_by_the_iteration_that_needs_them(
+    layers: CapturedLayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers._deferred = True
+    helper = Helper(layers, STOCK)
+    first_capture(helper, monkeypatch)
+    assert not helper.orders, "a rank that fails meanwhile would end the capture outside of all attempts"
+    assert layers.follow(PLANNED)
+    assert not layers.follow(PLANNED)
+    layers.suspend()
+    layers.drop()
+    assert not helper.layer.cuda_graphs
+    assert not layers.follow(PLANNED, warm=False), "others capture later"
+    assert layers.follow(PLANNED)
+    assert helper.orders == 2 * [list(PLANNED)]
+    assert helper.layer.cuda_graph_manual_hooks
+    helper.delete_cuda_graphs()
+    layers.drop()
+    assert not layers.follow(PLANNED), "the script has dropped them"
+
+
+def test_a_capture_that_is_interrupted_leaves_nothing_behind(
+    layers: CapturedLayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper, kind = Helper(layers, STOCK), type("Layer", (SimpleNamespace,), {"__call__": len})
+    helper.layer = kind(cuda_graphs=[], cuda_graph_manual_hooks=[])
+    helper.callables_per_chunk = [[helper.layer]]
+    first_capture(helper, monkeypatch)
+
+    def interrupted() -> None:
+        kind.__call__ = repr  # type: ignore[operator]
+        cuda_graphs._set_capture_start()
+        raise InterruptedError
+
+    with monkeypatch.context() as patches:
+        patches.setattr(helper, "create_cudagraphs", interrupted)
+        with pytest.raises(InterruptedError):
+            layers.follow(PLANNED)
+    assert kind.__call__ is len  # type: ignore[operator]
+    assert not cuda_graphs.is_graph_capturing()
+    assert helper.model[0].remove_forward_pre_hook_handles
+    assert layers.follow(PLANNED)
 
 
 def test_layers_run_without_graphs_while_suspended(layers: CapturedLayers, monkeypatch: pytest.MonkeyPatch) -> None:

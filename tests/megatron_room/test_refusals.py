@@ -216,9 +216,10 @@ def test_graphs_are_refused_where_their_order_is_not_ours(graphs: str) -> None:
     pipeline = {"pipeline_model_parallel_size": 2, "cuda_graph_impl": graphs}
     assert bool(refused_of(SimpleNamespace(**pipeline))) == (graphs != "transformer_engine")
     assert refused_of(SimpleNamespace(**pipeline, overlap_moe_expert_parallel_comm=True))
-    for flags in ({"adaptra_reroute": "failures"}, {"adaptra_staggered_optimizer": True}):
-        (error,) = errors_of_flags(SimpleNamespace(**pipeline, untie_embeddings_and_output_weights=True, **flags))
-        assert "CUDA graphs (--cuda-graph-impl)" in str(error)
+    assert not list(errors_of_flags(SimpleNamespace(**pipeline, adaptra_reroute="failures")))
+    untied = {"untie_embeddings_and_output_weights": True, "adaptra_staggered_optimizer": True}
+    (error,) = errors_of_flags(SimpleNamespace(**pipeline, **untied))
+    assert "CUDA graphs (--cuda-graph-impl)" in str(error)
 
 
 def test_several_tensors_per_message_are_refused() -> None:
@@ -380,13 +381,12 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "precision-aware": ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
     "cpu": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
     "graph": ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
-    "layers' graphs": ({"external_cuda_graph": True}, "--cuda-graph-impl"),
     "accumulation": ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
     "config's accumulation": ({"reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
     "average": ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
     "config's average": ({"average_in_collective": True}, "--ddp-average-in-collective"),
     "fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-    "delayed": ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
+    "delayed": ({"fp8": "hybrid", "tp_only_amax_red": True}, "--fp8-recipe delayed with --tp-only-amax-red"),
     "parameters": ({"fp8_param_gather": True}, "--fp8-param-gather"),
     "config's parameters": ({"fp8_param": True}, "--fp8-param-gather"),
 }
@@ -433,6 +433,15 @@ def test_experts_that_span_all_replicas_are_not_rerouted(reroute: str) -> None:
         refuse_arguments(SimpleNamespace(**common | each | {"adaptra_reroute": "off"}))
     for each in APART_IN_FORWARDS:
         refuse_arguments(SimpleNamespace(**common | each))
+
+
+@pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
+def test_replicas_that_share_the_largest_values_are_not_rerouted(reroute: str) -> None:
+    job = SimpleNamespace(fp8="hybrid", adaptra_reroute=reroute, pipeline_model_parallel_size=2)
+    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*--fp8-recipe delayed without"):
+        refuse_arguments(job)
+    job.fp8_recipe = "tensorwise"
+    refuse_arguments(job)
 
 
 def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:

@@ -49,6 +49,7 @@ SLOW_S = 1.0
 """By which a busy machine may be late."""
 UNREACHED = "cannot send its measurements"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+GRAPHS = "--bf16 --cuda-graph-impl transformer_engine --cuda-graph-scope full --cuda-graph-warmup-steps 1"
 MTP = "--position-embedding-type rope --mtp-num-layers 1"
 UNTIED = "--untie-embeddings-and-output-weights"
 
@@ -81,6 +82,7 @@ CASES = (
     Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("1:3:2", "6:4:1")),
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
     Case("multi-token-prediction", Layout(3, 2, flags=f"{SHARDED} {MTP}"), ("1:3:2", "5:4:7")),
+    Case("captured-layers-with-chunks", Layout(3, 2, flags=f"{GRAPHS} {CHUNKS}"), ("1:0:2", "5:4:7")),
     Case("experts-whose-bias-moves", Layout(3, 2, flags=EXPERTS), ("1:3:2", "5:4:1"), slow=False),
     Case("experts-that-span-replicas", Layout(2, 2, expert=2, flags=f"{EXPERTS} {PER_TOKEN}"), ("1:3:2",), slow=False),
     Case(
@@ -111,6 +113,7 @@ RETURNS = (
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("5:2:2",)),
     Case("rank-0-twice-and-another-cell", Layout(3, 2, flags=SHARDED), ("0:1:1", "0:5:3", "4:5:1"), slow=False),
     Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {SHARDED} {DROPOUT}"), ("1:2:3", "5:4:2")),
+    Case("captured-layers", Layout(3, 2, flags=f"{SHARDED} {GRAPHS}"), ("0:1:1", "0:5:3", "4:5:1"), slow=False),
     Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("0:2:1", "6:2:3", "0:5:2")),
     Case("two-cells-at-once", Layout(3, 2, flags=f"{PER_TOKEN} {DROPOUT}"), ("0:2:1", "4:2:3")),
     Case(
