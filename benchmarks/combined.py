@@ -75,8 +75,8 @@ def main() -> None:
         "The middle link is slow both ways, by ms. Iterations in ms: stock's order of combined actions "
         "(`--overlap-moe-expert-parallel-comm`), stock's interleaved one without, a plan without, and plans that "
         "choose where to combine, which hold as much as stock, or half as much again. Combined: part of the "
-        "forwards. The bound of plans that combine takes every F and B within a cap for a combined one: how much of "
-        "the gaps over slow links is its own is not known.",
+        "forwards. The bound of plans that combine lets every F and B within a cap save that, and none delay a "
+        "gradient: how much of the gaps over slow links is its own is not known.",
         "",
         f"| stages x chunks, micro-batches | ms | stock combined | stock apart | plan apart | {plans} |",
         "|" + "---|" * 13,

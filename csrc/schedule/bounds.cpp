@@ -70,7 +70,8 @@ struct StageMemory {
 
 class Bounds {
 public:
-    Bounds(const Problem& problem, bool with_caps);
+    // `input_elapsed`: least time from the start of an I to its end, by row and micro-batch; empty: its seconds.
+    Bounds(const Problem& problem, bool with_caps, std::vector<double> input_elapsed = {});
     Bound best() const;
     Urgency remaining() const;
 
@@ -94,6 +95,9 @@ private:
     int messages_on(int link) const;
     double forward_seconds(int v, int m) const { return problem_.seconds(kForward, problem_.row(v), m); }
     double input_seconds(int v, int m) const { return problem_.seconds(kBackwardInput, problem_.row(v), m); }
+    double input_elapsed(int v, int m) const {
+        return input_elapsed_.empty() ? input_seconds(v, m) : input_elapsed_[entry(problem_.row(v), m)];
+    }
     double weight_seconds(int v, int m) const { return problem_.seconds(kBackwardWeight, problem_.row(v), m); }
     // Entry of a table below for a stage or virtual stage, and a micro-batch.
     std::size_t entry(int place, int m) const {
@@ -102,6 +106,7 @@ private:
 
     const Problem& problem_;
     const bool with_caps_;
+    const std::vector<double> input_elapsed_;
     const int count_;
     const int virtual_stages_;
     // Heads: earliest end of the (index+1)-th action. Tails: least time from the start of the (index+1)-th from last.
@@ -117,8 +122,8 @@ private:
     std::vector<double> all_forward_, all_input_, all_weight_, input_from_, input_to_, weight_to_, forward_from_;
 };
 
-Bounds::Bounds(const Problem& problem, bool with_caps)
-    : problem_(problem), with_caps_(with_caps), count_(problem.micro_batches),
+Bounds::Bounds(const Problem& problem, bool with_caps, std::vector<double> input_elapsed)
+    : problem_(problem), with_caps_(with_caps), input_elapsed_(std::move(input_elapsed)), count_(problem.micro_batches),
       virtual_stages_(problem.virtual_stages()) {
     for (auto* table : {&forward_end_, &input_end_, &weight_end_, &forward_left_, &input_left_, &weight_left_}) {
         table->assign(problem.slots(), 0.0);
@@ -196,7 +201,7 @@ void Bounds::heads(int index) {
         const int first = problem_.virtual_stage(stage, 0);
         const double first_start = forward_end_[slot(first, index)] - forward_seconds(first, index);
         input_work_[v] = std::max(input_work_[v], first_start) + all_forward_[entry(stage, index)] + input_from_[entry(v, index)];
-        const double end = std::max(start + input_seconds(v, index), input_work_[v]);
+        const double end = std::max(start + input_elapsed(v, index), input_work_[v]);
         input_end_[slot(v, index)] = end;
         weight_end_[slot(v, index)] = std::max(before(weight_end_, v, index), end) + weight_seconds(v, index);
     }
@@ -286,7 +291,7 @@ void Bounds::tails(int index) {
                 std::max(gradient_left_[v], input_left_[slot(v - 1, index)] + link.latency) + link.occupancy;
             after = std::max(after, gradient_left_[v]);
         }
-        input_left_[slot(v, index)] = after + input_seconds(v, m);
+        input_left_[slot(v, index)] = after + input_elapsed(v, m);
     }
     for (int v = virtual_stages_ - 1; v >= 0; --v) {
         const int stage = problem_.stage_of(v);
@@ -299,7 +304,7 @@ void Bounds::tails(int index) {
         }
         // The mirror image of input_work_: F of this and later chunks, B of all chunks, up to the first chunk's B.
         const int first = problem_.virtual_stage(stage, 0);
-        const double first_tail = input_left_[slot(first, index)] - input_seconds(first, m);
+        const double first_tail = input_left_[slot(first, index)] - input_elapsed(first, m);
         forward_work_[v] = std::max(forward_work_[v], first_tail) + all_input_[entry(stage, m)] + forward_from_[entry(v, m)];
         forward_tail_[v] += forward_from_[entry(v, m)] + all_input_[entry(stage, m)] + all_weight_[entry(stage, m)];
         forward_left_[slot(v, index)] = std::max({after + forward_seconds(v, m), forward_work_[v], forward_tail_[v]});
@@ -323,7 +328,8 @@ Bound Bounds::stage_bound(int stage) const {
             const double seconds = problem_.seconds(kind, problem_.row(v), index);
             jobs.seconds.push_back(seconds);
             jobs.head.push_back(end[slot(v, index)] - seconds);
-            jobs.tail.push_back(left[slot(v, count_ - 1 - index)] - seconds);
+            const double elapsed = kind == kBackwardInput ? input_elapsed(v, index) : seconds;
+            jobs.tail.push_back(left[slot(v, count_ - 1 - index)] - elapsed);
         }
         classes.push_back(std::move(jobs));
     };
@@ -413,6 +419,8 @@ Problem eased(Problem problem) {
 
 // What every schedule of `problem` with combined actions solves in no more time, with none: in place of a combined action
 // its F runs, then its I, both over before their messages left, then its W. All that combining saves is taken off I and W.
+// An I that runs alone is put at the end of its time, so between the arrival of a gradient and the end of its I lie the F
+// that it is combined with, or what its I takes alone: see `input_elapsed`.
 Problem eased_of_combining(Problem problem) {
     const Problem given = problem;
     const int chunks = given.chunks, most = given.step == 0 ? 1 : given.micro_batches;
@@ -453,6 +461,18 @@ Problem eased_of_combining(Problem problem) {
         }
     });
     return problem;
+}
+
+// `eased`: of `given`, by `eased_of_combining`.
+std::vector<double> input_elapsed(const Problem& given, const Problem& eased) {
+    std::vector<double> elapsed = given.backward_input;
+    const int row_width = given.chunks * given.width;
+    for (int entry = 0; entry < static_cast<int>(elapsed.size()); ++entry) {
+        const auto forwards = eased.forward.begin() + entry / row_width * row_width;
+        const double forward = *std::min_element(forwards, forwards + row_width);
+        elapsed[entry] = std::min(elapsed[entry], forward + eased.backward_input[entry]);
+    }
+    return elapsed;
 }
 
 // What is not combined, of a stage: before its first gradient can be there, only F that are not run, of which x take at
@@ -520,13 +540,14 @@ Urgency remaining_time(const Problem& problem) { return Bounds(eased(problem), t
 Bound lower_bound(const Problem& any_problem) {
     const bool combines = !any_problem.combined_saving.empty();
     const Problem apart = eased(any_problem), problem = combines ? eased_of_combining(apart) : apart;
-    Bound bound = Bounds(problem, false).best();
+    const std::vector<double> elapsed = combines ? input_elapsed(apart, problem) : std::vector<double>();
+    Bound bound = Bounds(problem, false, elapsed).best();
     if (combines && problem.step == 0) {
         const Bound alone = alone_bound(apart);
         if (alone.seconds > bound.seconds) bound = alone;
     }
     if (std::any_of(problem.cap.begin(), problem.cap.end(), [](double cap) { return cap < kNever; })) {
-        const Bound with_caps = Bounds(problem, true).best();
+        const Bound with_caps = Bounds(problem, true, elapsed).best();
         if (with_caps.seconds > bound.seconds / kRounding) {
             bound = with_caps;
             if (bound.kind == "stage") bound.kind = "memory";
