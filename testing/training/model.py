@@ -80,7 +80,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
         sequence_parallel=args.sequence_parallel,
         variable_seq_lengths=args.variable_seq_lengths,
-        moe_token_dispatcher_type="alltoall",  # the only one that variable lengths allow, with experts or without
+        moe_token_dispatcher_type=args.moe_token_dispatcher_type,  # variable lengths allow the default alone
         overlap_p2p_comm=overlap_p2p,
         batch_p2p_comm=not overlap_p2p,
         batch_p2p_sync=False,

@@ -79,6 +79,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hidden-dropout", type=float, default=0.0)
     group.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
     group.add_argument("--num-experts", type=int, default=None)
+    group.add_argument("--moe-token-dispatcher-type", choices=["alltoall", "flex"], default="alltoall")
     group.add_argument("--moe-router-topk", type=int, default=2)
     group.add_argument("--moe-router-score-function", choices=["softmax", "sigmoid"], default="softmax")
     group.add_argument("--moe-router-enable-expert-bias", action="store_true")

@@ -134,19 +134,26 @@ def test_bitwise_equal_to_stock(case: Case, tmp_path: Path, fork_server: ForkSer
     check_ran(reports, case)
 
 
+DELAYED = (
+    "--delay-wgrad-compute --moe-shared-expert-intermediate-size 32 --emulate-fused-weight-gradient "
+    "--disable-bias-linear"
+)
+STAND_INS = {
+    "delayed": (DELAYED, "delayed_ranks.py"),
+    "flex": ("--moe-token-dispatcher-type flex --no-gradient-accumulation-fusion", "flex_ranks.py"),
+}
+"""Flags, and ranks with a stand-in for what a CPU lacks: Transformer Engine's layers, which delay weight gradients
+themselves, and DeepEP, by which tokens go to experts."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_delayed_weight_gradients_run_as_stock_has_them_or_apart(tmp_path: Path) -> None:
-    """Of layers that delay them themselves: Transformer Engine's, of which a stand-in is there."""
-    case = Case(
-        "delayed",
-        2,
-        2,
-        "--delay-wgrad-compute --moe-shared-expert-intermediate-size 32 --emulate-fused-weight-gradient "
-        "--disable-bias-linear",
-    )
+@pytest.mark.parametrize("name", STAND_INS)
+def test_bitwise_equal_to_stock_with_a_stand_in(name: str, tmp_path: Path) -> None:
+    flags, ranks = STAND_INS[name]
+    case = Case(name, 2, 2, flags)
     made = variants(case, tmp_path)
-    program = (str(Path(__file__).with_name("delayed_ranks.py")),)
+    program = (str(Path(__file__).with_name(ranks)),)
     reports = run_variants(case.world_size, made, timeout_s=380, directory=tmp_path / "run", program=program)
     check_equal(reports)
     check_ran(reports, case)
