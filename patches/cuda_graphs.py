@@ -11,7 +11,7 @@ from adaptra_megatron.patches.table import CAPTURE_SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.runtime import AdaptraRuntime
-    from adaptra_megatron.megatron.captured_layers import CapturedLayers
+    from adaptra_megatron.megatron.captured_layers import CapturedLayers, LayerOrder
 
 _MODULE = "megatron.core.transformer.cuda_graphs"
 
@@ -30,6 +30,17 @@ def _order(stock: Callable[..., list[int]], runtime: AdaptraRuntime) -> Callable
     return convert_schedule_table_to_order
 
 
+def _layer_order(stock: Callable[..., LayerOrder], runtime: AdaptraRuntime) -> Callable[..., LayerOrder]:
+    @functools.wraps(stock)
+    def get_overlap_moe_expert_parallel_comm_order(
+        order: list[int], num_layers_per_chunk: list[int], capture_wgrad_graph: bool
+    ) -> LayerOrder:
+        given = order, num_layers_per_chunk, capture_wgrad_graph
+        return _layers(runtime).layers_for(lambda: stock(*given), *given[1:])
+
+    return get_overlap_moe_expert_parallel_comm_order
+
+
 def _capture(stock: Callable[..., None], runtime: AdaptraRuntime) -> Callable[..., None]:
     @functools.wraps(stock)
     def create_cudagraphs(self: Any) -> None:
@@ -46,6 +57,14 @@ CAPTURE_PATCHES = (
         parameters=("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
         reason="has CUDA graphs of layers captured in the order of the plan that runs",
         replace=_order,
+    ),
+    Patch(
+        identity="graph-layer-order",
+        target=f"{_MODULE}:get_overlap_moe_expert_parallel_comm_order",
+        versions=CAPTURE_SUPPORTED,
+        parameters=("order", "num_layers_per_chunk", "capture_wgrad_graph"),
+        reason="has layers of combined actions captured as they alternate in the plan that runs",
+        replace=_layer_order,
     ),
     Patch(
         identity="graph-capture",

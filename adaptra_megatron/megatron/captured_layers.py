@@ -9,7 +9,8 @@ overwrite what others still need, and nothing says so. What has no graph, weight
 between.
 
 - Training scripts have the graphs captured once, after some iterations. The order comes from
-  `convert_schedule_table_to_order`: it gets the one that the rank runs.
+  `convert_schedule_table_to_order`: it gets the one that the rank runs. With combined 1F1B,
+  `get_overlap_moe_expert_parallel_comm_order` makes one of layers of it, as they alternate in a combined action.
 - Before an iteration in another order all graphs are dropped and captured again. That takes as long as the first time.
 - Where the order is not known beforehand, layers run without graphs: `suspended`.
 - Where ranks may fail, graphs end with the generation whose process groups are in them (a layer's sums over tensor-,
@@ -26,6 +27,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -34,12 +36,12 @@ from megatron.core.transformer import cuda_graphs
 from torch.utils._pytree import tree_leaves
 
 from adaptra_megatron.megatron.compat import logged_sums
-from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, Send, StageComputation
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
-Order = tuple[int, ...]
-"""Forwards and backwards of one rank: 1 + chunk for a forward, negative for a backward. Those of a chunk come in the
-order of its micro-batches."""
+Order = tuple[tuple[int, ...], ...]
+"""Forwards and backwards of one rank: 1 + chunk for a forward, negative for a backward; the two of a combined action
+together. Those of a chunk come in the order of its micro-batches."""
 _DUE: Order = ()
 
 
@@ -64,6 +66,10 @@ class CapturedLayers:
         self._given: Order = ()
         self._follows = False
         """Whether `follow` captures."""
+        self._own = False
+        """Whether the order given is the plan's, not stock's."""
+        self._counts: dict[Any, dict[str, Any]] = {}
+        """By helper: what it counts before a capture. With combined 1F1B each layer is a chunk of its own after it."""
         self._suspended: list[tuple[Any, list[Any]]] = []
 
     def order_for(self, stock: Sequence[int]) -> list[int]:
@@ -71,9 +77,19 @@ class CapturedLayers:
 
         A helper with fewer chunks, of an image encoder before the first one, gets these chunks' part of the order.
         """
-        own = [each for each in self._order or () if abs(each) <= max(stock)]
-        self._given = tuple(own if sorted(own) == sorted(stock) else stock)
-        return list(self._given)
+        own = _of_chunks(self._order or (), max(stock))
+        chunks = [each for unit in own for each in unit]
+        self._own = sorted(chunks) == sorted(stock)
+        self._given = own if self._own else tuple((each,) for each in stock)
+        return chunks if self._own else list(stock)
+
+    def layers_for(self, stock: Callable[[], LayerOrder], layers_per_chunk: Sequence[int], weights: bool) -> LayerOrder:
+        """Return the order of layers to capture with combined 1F1B, and of each forward its chunk and place there.
+
+        `stock`: returns Megatron's, for its own order of chunks. `weights`: whether the graphs hold weight gradients.
+        These run behind their backwards, as in stock's order.
+        """
+        return layers_in_order(self._given, layers_per_chunk, weights) if self._own else stock()
 
     def capture(self, helper: Any, stock: Callable[[Any], None]) -> None:
         """Capture the layers of `helper` by `stock`, its own `create_cudagraphs`; only note it if that is deferred."""
@@ -82,6 +98,7 @@ class CapturedLayers:
             return
         begun_s = time.monotonic()
         self._given = ()
+        vars(helper).update(self._counts.setdefault(helper, {name: getattr(helper, name) for name in _COUNTED}))
         stock(helper)
         if self._given:  # else the helper has found no layer to capture
             self._captured[helper] = self._given
@@ -106,7 +123,7 @@ class CapturedLayers:
             if (
                 warm
                 if captured == _DUE
-                else helper.graphs_created() and captured != tuple(each for each in order if abs(each) <= max(captured))
+                else helper.graphs_created() and captured != _of_chunks(order, max(map(max, captured)))
             )
         ]
         for helper in stale:
@@ -212,6 +229,42 @@ def _undone(helper: Any) -> Iterator[None]:
         raise
 
 
+_COUNTED = ("num_layers_per_chunk", "num_model_chunks")
+
+LayerOrder = tuple[list[float], list[list[int] | None]]
+"""Layers, counted over all chunks as chunks are in an Order, less 0.5 for weight gradients; and of each forward its
+chunk and place there, None of others."""
+
+
+def layers_in_order(order: Order, layers_per_chunk: Sequence[int], weights: bool) -> LayerOrder:
+    """Return the layers in the order in which Megatron's schedule plans run them: those of a combined action in turn,
+    the forward's first, and the last weight gradient behind all others."""
+
+    def layers(chunk: int) -> range:
+        first = 1 + sum(layers_per_chunk[:chunk])
+        return range(first, first + layers_per_chunk[chunk])
+
+    entries: list[tuple[float, list[int] | None]] = []
+    for unit in order:
+        ahead = [
+            (layer, [each - 1, place]) for each in unit if each > 0 for place, layer in enumerate(layers(each - 1))
+        ]
+        behind = [-layer for each in unit if each < 0 for layer in reversed(layers(-each - 1))]
+        for forward, backward in zip_longest(ahead, behind):
+            entries += [] if forward is None else [forward]
+            entries += [] if backward is None else [(backward, None)]
+            if weights and backward not in (None, *behind[-1:]):
+                entries.append((backward - 0.5, None))
+        entries += [(layer - 0.5, None) for layer in behind[-1:] if weights]
+    return [layer for layer, _place in entries], [place for _layer, place in entries]
+
+
+def _of_chunks(order: Order, chunks: int) -> Order:
+    """Return the part of an order that is of the first `chunks`."""
+    parts = (tuple(each for each in unit if abs(each) <= chunks) for unit in order)
+    return tuple(part for part in parts if part)
+
+
 @contextmanager
 def _alone() -> Iterator[None]:
     """Have torch's barrier do nothing: before 0.19 a helper has all ranks of the job wait for each other, and another
@@ -266,9 +319,16 @@ class _OwnedGradients:
     def __init__(self, computation: StageComputation, queue: WeightGradientQueue) -> None:
         self._computation, self._queue = computation, queue
         self.forward, self.weight_gradient = computation.forward, computation.weight_gradient
-        self.forward_backward = computation.forward_backward  # refused with graphs
 
     def backward(self, *given: Any, **keywords: Any) -> torch.Tensor | None:
         """See StageComputation."""
         gradient = self._computation.backward(*given, **keywords)
         return None if gradient is None else self._queue.owned(gradient)
+
+    def forward_backward(
+        self, forward: ForwardPart, backward: BackwardPart, send_output: Send, send_gradient: Send
+    ) -> torch.Tensor:
+        """See StageComputation."""
+        return self._computation.forward_backward(
+            forward, backward, send_output, lambda gradient: send_gradient(self._queue.owned(gradient))
+        )

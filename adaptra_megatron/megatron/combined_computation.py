@@ -137,6 +137,8 @@ def _leave_delayed_gradients(output_tensor: Any, queue: WeightGradientQueue) -> 
     """Have the backward of `output_tensor` leave to `queue` what --delay-wgrad-compute would compute at its end."""
     plan = output_tensor.schedule_plan
     for layer in map(plan.get_layer, range(plan.num_layers())):
+        captured = getattr(getattr(layer.layer, "transformer_layer", layer.layer), "cuda_graphs", None)
         for part in vars(layer).values():
-            if getattr(part, "delay_wgrad_compute", False):
+            # The rest of a captured layer may compute them from memory of graphs, or in a graph.
+            if getattr(part, "delay_wgrad_compute", False) and (part is layer.mlp or not captured):
                 part.backward_dw = functools.partial(queue.add, PartWeightGradients(part))

@@ -60,12 +60,9 @@ def graphs_of(config: Any) -> str:
 has_experts = either("num_experts", "num_moe_experts")
 REFUSALS = (
     Refusal(
-        "CUDA graphs (--cuda-graph-impl) other than Transformer Engine's, or with combined 1F1B",
-        lambda config: (
-            graphs_of(config) not in ("none", "transformer_engine")
-            or (graphs_of(config) != "none" and combines(config))
-        ),
-        "Transformer Engine's alone are captured in an order that can be given, and with combined 1F1B it is stock's",
+        "CUDA graphs (--cuda-graph-impl) other than Transformer Engine's",
+        lambda config: graphs_of(config) not in ("none", "transformer_engine"),
+        "Transformer Engine's alone are captured in an order that can be given",
         by_order=True,
     ),
     Refusal(

@@ -184,23 +184,24 @@ class Action(NamedTuple):
 Order = tuple[Action, ...]
 
 
-def units(order: Order) -> Iterator[Order]:
+def units(order: Iterable[Action]) -> Iterator[Order]:
     """Return what a stage runs as one, in order: (action,), or (forward, backward) of a combined action."""
     actions = iter(order)
     for action in actions:
         yield (action, next(actions)) if action.combined else (action,)
 
 
-def chunks_in_order(actions: Iterable[Action]) -> tuple[int, ...]:
-    """Return the chunks of a stage's forwards and backwards: 1 + chunk for a forward, negative for a backward.
+def chunks_in_order(actions: Iterable[Action]) -> tuple[tuple[int, ...], ...]:
+    """Return the chunks of a stage's forwards and backwards: 1 + chunk for a forward, negative for a backward; those of
+    a combined action together.
 
-    The form of Megatron's `convert_schedule_table_to_order`, by which layers are captured as CUDA graphs. Weight
-    gradients do not count.
+    They are named as by Megatron's `convert_schedule_table_to_order`, by which layers are captured as CUDA graphs.
+    Weight gradients do not count.
     """
     return tuple(
-        1 + each.chunk if each.kind is Kind.FORWARD else -1 - each.chunk
-        for each in actions
-        if each.kind is not Kind.BACKWARD_WEIGHT
+        tuple(1 + each.chunk if each.kind is Kind.FORWARD else -1 - each.chunk for each in unit)
+        for unit in units(actions)
+        if unit[0].kind is not Kind.BACKWARD_WEIGHT
     )
 
 

@@ -3,20 +3,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer import cuda_graphs
 
 from adaptra_megatron.megatron import captured_layers
-from adaptra_megatron.megatron.captured_layers import CapturedLayers
+from adaptra_megatron.megatron.captured_layers import CapturedLayers, Order, layers_in_order
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.schedule.classic import interleaved_combined
+from adaptra_megatron.schedule.ir import chunks_in_order
 
 STOCK = [1, 1, 2, 2, -2, -2, -1, -1]
 PLANNED = (1, 2, 1, -2, 2, -1, -2, -1)
+
+
+def alone(order: Sequence[int]) -> Order:
+    return tuple((each,) for each in order)
 
 
 class Chunk:
@@ -42,6 +52,7 @@ class Helper:
     def __init__(self, layers: CapturedLayers, stock: list[int]) -> None:
         self.layer = SimpleNamespace(cuda_graphs=[], cuda_graph_manual_hooks=[])
         self.callables_per_chunk, self.model = [[self.layer]], [Chunk()]
+        self.num_layers_per_chunk, self.num_model_chunks = [2], 1
         self.orders: list[list[int]] = []
         self._layers, self._stock, self._capture_finished = layers, stock, False
 
@@ -53,6 +64,8 @@ class Helper:
 
     def _create(self) -> None:
         assert not self._capture_finished
+        assert (self.num_layers_per_chunk, self.num_model_chunks) == ([2], 1)
+        self.num_layers_per_chunk, self.num_model_chunks = [1, 1], 2  # as with combined 1F1B
         dist.barrier()  # there is no process group: raises unless it is kept away
         assert not any(chunk.remove_forward_pre_hook_handles for chunk in self.model)
         self.orders.append(self._layers.order_for(self._stock))
@@ -92,11 +105,11 @@ def first_capture(helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_order_is_the_plans_and_stocks_before_there_is_one(layers: CapturedLayers) -> None:
     assert layers.order_for(STOCK) == STOCK
-    assert not layers.follow(PLANNED)
+    assert not layers.follow(alone(PLANNED))
     assert layers.order_for(STOCK) == list(PLANNED)
     assert layers.order_for([*STOCK, *STOCK]) == [*STOCK, *STOCK], "another number of micro-batches"
     assert layers.order_for([1, 1, -1, -1]) == [1, 1, -1, -1], "an encoder before the first chunk"
-    layers.follow((1, -1, 1, -1))
+    layers.follow(alone((1, -1, 1, -1)))
     assert layers.order_for([1, 1, -1, -1]) == [1, -1, 1, -1]
 
 
@@ -105,18 +118,18 @@ def test_all_is_as_before_once_captured_anew(layers: CapturedLayers, monkeypatch
     first_capture(helper, monkeypatch)
     chunk = helper.model[0]
     chunk.buffers[0].grad_data.fill_(5.0)  # accumulated by an earlier call; those of experts are zero
-    assert not layers.follow(tuple(STOCK))
-    assert layers.follow(PLANNED)
+    assert not layers.follow(alone(STOCK))
+    assert layers.follow(alone(PLANNED))
     assert torch.equal(chunk.buffers[0].grad_data, torch.full((3,), 5.0))
     assert not chunk.expert_parallel_buffers[0].grad_data.any()
-    assert not layers.follow(PLANNED)
+    assert not layers.follow(alone(PLANNED))
     assert helper.orders == [STOCK, list(PLANNED)]
     assert helper.model[0].remove_forward_pre_hook_handles
     assert helper.layer.cuda_graph_manual_hooks
     assert torch.equal(SUMS["experts", "loss"], torch.ones(2))
     assert layers.captures == 2
     helper.delete_cuda_graphs()
-    assert not layers.follow(tuple(STOCK)), "the script has dropped them"
+    assert not layers.follow(alone(STOCK)), "the script has dropped them"
 
 
 def test_where_ranks_may_fail_graphs_are_captured_by_the_iteration_that_needs_them(
@@ -126,18 +139,18 @@ def test_where_ranks_may_fail_graphs_are_captured_by_the_iteration_that_needs_th
     helper = Helper(layers, STOCK)
     first_capture(helper, monkeypatch)
     assert not helper.orders, "a rank that fails meanwhile would end the capture outside of all attempts"
-    assert layers.follow(PLANNED)
-    assert not layers.follow(PLANNED)
+    assert layers.follow(alone(PLANNED))
+    assert not layers.follow(alone(PLANNED))
     layers.suspend()
     layers.drop()
     assert not helper.layer.cuda_graphs
-    assert not layers.follow(PLANNED, warm=False), "others capture later"
-    assert layers.follow(PLANNED)
+    assert not layers.follow(alone(PLANNED), warm=False), "others capture later"
+    assert layers.follow(alone(PLANNED))
     assert helper.orders == 2 * [list(PLANNED)]
     assert helper.layer.cuda_graph_manual_hooks
     helper.delete_cuda_graphs()
     layers.drop()
-    assert not layers.follow(PLANNED), "the script has dropped them"
+    assert not layers.follow(alone(PLANNED)), "the script has dropped them"
 
 
 def test_a_capture_that_is_interrupted_leaves_nothing_behind(
@@ -156,11 +169,11 @@ def test_a_capture_that_is_interrupted_leaves_nothing_behind(
     with monkeypatch.context() as patches:
         patches.setattr(helper, "create_cudagraphs", interrupted)
         with pytest.raises(InterruptedError):
-            layers.follow(PLANNED)
+            layers.follow(alone(PLANNED))
     assert kind.__call__ is len  # type: ignore[operator]
     assert not cuda_graphs.is_graph_capturing()
     assert helper.model[0].remove_forward_pre_hook_handles
-    assert layers.follow(PLANNED)
+    assert layers.follow(alone(PLANNED))
 
 
 def test_layers_run_without_graphs_while_suspended(layers: CapturedLayers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +190,44 @@ def test_layers_run_without_graphs_while_suspended(layers: CapturedLayers, monke
 def test_results_and_gradients_in_graphs_memory_are_copied_to_be_kept(
     layers: CapturedLayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    helper, given = Helper(layers, STOCK), torch.ones(3, requires_grad=True)
+    helper, hidden = Helper(layers, STOCK), torch.ones(3, requires_grad=True)
     first_capture(helper, monkeypatch)
     queue = layers._queue
-    (result,) = helper.layer.cuda_graphs[0](given)
+    (result,) = helper.layer.cuda_graphs[0](hidden)
     assert queue.owned(result.view(3, 1)).data_ptr() != result.data_ptr()
-    assert queue.owned(given) is given
+    assert queue.owned(hidden) is hidden
     result.backward(torch.ones(3))
-    assert given.grad is not None
-    assert queue.owned(given.grad).data_ptr() != given.grad.data_ptr()
+    assert hidden.grad is not None
+    assert queue.owned(hidden.grad).data_ptr() != hidden.grad.data_ptr()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_layers_of_stocks_combined_order_come_in_stocks_order(data: st.DataObject) -> None:
+    stages, chunks = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 3))
+    stage = data.draw(st.integers(0, stages - 1))
+    micro_batches = stages * data.draw(st.integers(chunks, 4))
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=chunks, max_size=chunks))
+    weights = data.draw(st.booleans())
+    warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    table = get_schedule_table(micro_batches, chunks, stages)
+    stock = cuda_graphs.convert_schedule_table_to_order(warm_up, chunks, table)
+    expected = cuda_graphs.get_overlap_moe_expert_parallel_comm_order(stock, counts, weights)
+    own = chunks_in_order(interleaved_combined(stages, micro_batches, chunks).orders[stage])
+    assert layers_in_order(own, counts, weights) == expected
+
+
+def test_layers_of_what_is_not_combined_do_not_alternate(layers: CapturedLayers) -> None:
+    def stock() -> Any:
+        raise AssertionError("the plan's order is known")
+
+    order = (1,), (2,), (-2,), (1, -1), (2,), (-2,), (-1,)
+    layers.follow(order)
+    assert layers.order_for([1, 2, 1, -2, 2, -1, -2, -1]) == [1, 2, -2, 1, -1, 2, -2, -1]
+    found, places = layers.layers_for(stock, [2, 1], False)
+    assert found == [1, 2, 3, -3, 1, -2, 2, -1, 3, -3, -2, -1]
+    assert places == [[0, 0], [0, 1], [1, 0], None, [0, 0], None, [0, 1], None, [1, 0], None, None, None]
+    found, _places = layers.layers_for(stock, [2, 1], True)
+    assert found == [1, 2, 3, -3, -3.5, 1, -2, -2.5, 2, -1, -1.5, 3, -3, -3.5, -2, -2.5, -1, -1.5]
+    layers.order_for([1, 1, 1, -1, -1, -1])
+    assert layers.layers_for(lambda: ([1.0], [None]), [1], False) == ([1.0], [None]), "stock's, of another number"

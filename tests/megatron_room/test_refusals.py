@@ -214,8 +214,9 @@ def test_megatrons_own_settings_switch_cuda_graphs_on_in_a_way_that_is_seen() ->
 @pytest.mark.parametrize("graphs", ["local", "full_iteration", "transformer_engine"])
 def test_graphs_are_refused_where_their_order_is_not_ours(graphs: str) -> None:
     pipeline = {"pipeline_model_parallel_size": 2, "cuda_graph_impl": graphs}
-    assert bool(refused_of(SimpleNamespace(**pipeline))) == (graphs != "transformer_engine")
-    assert refused_of(SimpleNamespace(**pipeline, overlap_moe_expert_parallel_comm=True))
+    for combined in (False, True):
+        settings = SimpleNamespace(**pipeline, overlap_moe_expert_parallel_comm=combined)
+        assert bool(refused_of(settings)) == (graphs != "transformer_engine")
     assert not list(errors_of_flags(SimpleNamespace(**pipeline, adaptra_reroute="failures")))
     untied = {"untie_embeddings_and_output_weights": True, "adaptra_staggered_optimizer": True}
     (error,) = errors_of_flags(SimpleNamespace(**pipeline, **untied))

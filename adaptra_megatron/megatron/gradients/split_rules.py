@@ -223,7 +223,8 @@ _SHARED = ("shared experts' fc1", "shared experts' fc2")
 
 
 def _captured(setting: _Setting) -> Callable[[str], bool]:
-    """Return a test of whether Transformer Engine captures a layer of some name as part of a CUDA graph."""
+    """Return a test of whether Transformer Engine captures a layer of some name as part of a CUDA graph. Attention that
+    delays its weight gradients counts with any part: they are left whole, see `combined_computation`."""
     if setting("cuda_graph_impl", "none") != "transformer_engine" and not setting("external_cuda_graph", False):
         return lambda name: False
     given = setting("cuda_graph_modules") or setting("cuda_graph_scope") or []
@@ -238,7 +239,7 @@ def _captured(setting: _Setting) -> Callable[[str], bool]:
             "moe": ("experts' fc1", "experts' fc2", *_SHARED),
             "moe_router": () if setting("moe_shared_expert_overlap", False) else _SHARED,
         }.items()
-        if part in scope
+        if part in scope or (part == "attn" and setting("delay_wgrad_compute", False))
         for name in names
     }
     return lambda name: name in inside if scope else name not in ("output layer", "MTP's joining layer")

@@ -37,6 +37,6 @@ def changes(name: str) -> list[Replacement]:
 
 
 if __name__ == "__main__":
-    install()
+    install(with_fused_weight_gradient=True)
     with Replaced(changes(sys.argv[1])):
         variants._main(sys.argv[2:])

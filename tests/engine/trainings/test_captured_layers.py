@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.processes import RankResult
 
+from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
 
@@ -27,9 +28,13 @@ ADAPTS = (
     "--adaptra --adaptra-max-in-flight 6 --adaptra-timeout-s 60 --emulate-compute-ms 6,6,6 --emulate-exact-times "
     "--emulate-prompt-planner"
 )
+COMBINES = ADAPTS.replace("6,6,6", "6,6,6,0.6")
 SLOW = "--emulate-slow-link 0-1:latency_ms=40,from=4,path=both"
 EXPERTS = "--num-experts 4"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+COMBINED = (
+    f"{CHUNKS} {EXPERTS} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm --global-batch-size 16"
+)
 
 
 def job(*flags: str) -> tuple[str, ...]:
@@ -56,6 +61,22 @@ def test_captured_in_the_order_of_the_plan(tmp_path: Path, fork_server: ForkServ
     for report in (each for each in reports if "planned" in each.name and each.name != "nothing planned"):
         assert all(rank["graph_captures"] >= 1 for rank in report.adaptra), report.name
         assert len({fingerprint for _number, fingerprint in report.plans[0]}) > 1, "the plan changed"
+
+
+@pytest.mark.timeout(300)
+def test_layers_of_combined_actions_alternate_as_the_plan_has_them(tmp_path: Path) -> None:
+    some = f"{COMBINED} --train-iters 12 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 3"
+    wanted = [
+        Variant("stock", job(some)),
+        Variant("stock's graphs", job(some, GRAPHS, "attn moe_router"), like="stock"),
+        Variant("planned", job(some, GRAPHS, "attn moe_router", COMBINES, SLOW), like="stock"),
+        Variant("router alone", job(some, GRAPHS, "moe_router", COMBINES, SLOW), like="stock"),
+    ]
+    reports = run_variants(4, wanted, timeout_s=280, directory=tmp_path, program=(CHANGED, "0"))
+    check_equal(reports)
+    for report in reports[2:]:
+        assert all(rank["graph_captures"] > 1 for rank in report.adaptra), report.name
+        assert schedule_from_csv(report.adaptra[0]["schedule_csv"], chunks=2).combines, report.name
 
 
 def changed(
