@@ -189,15 +189,17 @@ class StageMeasurement:
         return {key: lasted_s[places] for key, places in self._places.items() if key[0].isupper()}
 
     @cached_property
-    def combined_s(self) -> Mapping[tuple[int, int], npt.NDArray[np.float32]]:
-        """By the chunks of forward and backward: seconds of each combined action, without waiting."""
+    def combined_s(self) -> Mapping[tuple[int, str, int], npt.NDArray[np.float32]]:
+        """By chunk of the forward, kind of the backward ("B" or "I") and its chunk: seconds of each combined action,
+        without waiting."""
         kinds, chunks, *_others = self._columns
         forwards = np.flatnonzero(kinds == ord("f"))
         if len(forwards) and (forwards[-1] + 1 == len(kinds) or (kinds[forwards + 1] < ord("a")).any()):
             raise ValueError("a combined action has no backward")
-        codes = chunks[forwards].astype(np.int64) << 16 | chunks[forwards + 1]
+        ahead, behind = chunks[forwards].astype(np.int64), chunks[forwards + 1]
+        codes = (ahead << 8 | kinds[forwards + 1]) << 16 | behind
         return {
-            (code >> 16, code & 0xFFFF): self._lasted_s[forwards[codes == code]]
+            (code >> 24, chr(code >> 16 & 0xFF).upper(), code & 0xFFFF): self._lasted_s[forwards[codes == code]]
             for code in dict.fromkeys(codes.tolist())
         }
 

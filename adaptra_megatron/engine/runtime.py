@@ -42,7 +42,7 @@ from adaptra_megatron.megatron.megatron_iteration import (
     finish_gradients,
     iteration,
 )
-from adaptra_megatron.megatron.refusals import kept_in_order
+from adaptra_megatron.megatron.refusals import combines, kept_in_order
 from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.ir import Schedule
@@ -163,7 +163,7 @@ class AdaptraRuntime:
         plan would be faster. Raises UnsupportedFeatureError or a plan's error before anything is computed,
         TransportError or ExchangeError if a peer fails.
         """
-        self._say_it_is_on()
+        self._say_it_is_on(arguments)
         if stock is not None and (why := self._why_stock(arguments, interleaved=interleaved)):
             return self.run_stock(stock, arguments, f"{why}: stock's own schedule runs, {_NOT_TIMED}")
         return self._wrapped(functools.partial(self._run_pipeline, arguments, interleaved=interleaved), arguments)()
@@ -222,7 +222,7 @@ class AdaptraRuntime:
 
         Raises ExchangeError if ranks of the job do not meet at the first call.
         """
-        self._say_it_is_on()
+        self._say_it_is_on(arguments)
         if self._single is None:
             self._single = SingleStage(arguments, self._config, why, self._features)
         return self._wrapped(functools.partial(self._single.run, stock, arguments), arguments)()
@@ -342,11 +342,14 @@ class AdaptraRuntime:
         self._pipelines.clear()
         return all(ended)
 
-    def _say_it_is_on(self) -> None:
+    def _say_it_is_on(self, arguments: Mapping[str, Any]) -> None:
         """Log that the package is on. Called with the first schedule, as a process that only parses flags runs none."""
         if not self._is_on and not (dist.is_initialized() and dist.get_rank()):
-            text = "%s is on, policy %s; to train without it, set %s=1"
-            logger.info(text, adaptra_megatron.__version__, self._config.policy, OFF_VARIABLE)
+            model = arguments["model"]
+            chunks = model if isinstance(model, list) else [model]
+            schedule = ", combined 1F1B" if any(combines(config_of(chunk)) for chunk in chunks) else ""
+            text = "%s is on, policy %s%s; to train without it, set %s=1"
+            logger.info(text, adaptra_megatron.__version__, self._config.policy, schedule, OFF_VARIABLE)
         self._is_on = True
 
     def _close_at_exit(self) -> None:

@@ -68,16 +68,12 @@ def prospects_of(settings: Any) -> Prospects:
     in_order = kept_in_order(settings) if getattr(settings, "adaptra_policy", "adapt") == "observe" else []
     runs = not any(feature.effect == REFUSED for feature in features)
     forwards_alone = getattr(settings, "forward_only", None) is True
-    combined = combines(settings)
     adapts = getattr(settings, "adaptra_policy", "adapt") == "adapt"
-    splits = runs and stages != 1 and not forwards_alone and adapts and not combined
+    splits = runs and stages != 1 and not forwards_alone and adapts
     if runs and stages == 1:
         features.append(Feature("a pipeline of 1 stage", "less", "there is no order to adapt", "none"))
     elif runs and forwards_alone:
         features.append(Feature("forwards alone (forward_only)", "less", "not trained: no backward moves", "none"))
-    elif runs and combined and adapts:
-        reason = "stock's order of combined actions runs and is not planned anew; paths of links are chosen as ever"
-        features.append(Feature("combined 1F1B (--overlap-moe-expert-parallel-comm)", "less", reason, "none"))
     features += [
         Feature(name, "less", "observed only: stock's schedule runs, and its actions are not timed", "none")
         for name in in_order
@@ -85,7 +81,14 @@ def prospects_of(settings: Any) -> Prospects:
     if runs:
         features += _rerouted(settings)
     if splits:
-        features += [*_whole(whole), *_captured(settings), *_recompute(settings), *_twice(settings), *_draws(settings)]
+        features += [
+            *_combined(settings),
+            *_whole(whole),
+            *_captured(settings),
+            *_recompute(settings),
+            *_twice(settings),
+            *_draws(settings),
+        ]
     split = sum(layer.number for layer in layers if layer.name not in whole) if splits else 0
     total = sum(layer.number for layer in layers)
     effects = {feature.effect for feature in features}
@@ -134,6 +137,13 @@ def _recompute(settings: Any) -> list[Feature]:
         "measured, and where no memory is left for a W that waits"
     )
     return [Feature("--recompute-granularity full", "runs", reason, "--adaptra-memory-fraction for more room")]
+
+
+def _combined(settings: Any) -> list[Feature]:
+    if not combines(settings):
+        return []
+    reason = "plans choose where to combine forwards and backwards, and stages keep to a plan that combines any"
+    return [Feature("combined 1F1B (--overlap-moe-expert-parallel-comm)", "runs", reason, "none")]
 
 
 def _captured(settings: Any) -> list[Feature]:

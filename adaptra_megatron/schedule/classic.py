@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from adaptra_megatron.schedule.ir import (
     Action,
@@ -19,6 +19,7 @@ from adaptra_megatron.schedule.ir import (
     Schedule,
     ScheduleError,
     require_counts,
+    units,
 )
 
 
@@ -33,22 +34,22 @@ def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
 
 
 def split_every_other(schedule: Schedule) -> Schedule:
-    """Return the schedule with the B of micro-batches 0, 2, ... split into I and W, to measure split and whole
-    backwards."""
-    kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    orders = tuple(
-        tuple(
-            action
-            for whole in order
-            for action in (
-                [whole._replace(kind=kind) for kind in kinds]
-                if whole.kind is Kind.BACKWARD and whole.micro_batch % 2 == 0
-                else [whole]
-            )
-        )
-        for order in schedule.orders
-    )
+    """Return the schedule with every other B of each chunk, from the first one on, split into I and W, to measure split
+    and whole backwards. Those of combined actions stay whole and do not count."""
+    orders = tuple(tuple(_every_other_split(order)) for order in schedule.orders)
     return dataclasses.replace(schedule, orders=orders)
+
+
+def _every_other_split(order: Order) -> Iterator[Action]:
+    split: dict[int, bool] = {}
+    for unit in units(order):
+        whole = unit[0]
+        if whole.kind is not Kind.BACKWARD:
+            yield from unit
+            continue
+        split[whole.chunk] = not split.get(whole.chunk, False)
+        kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split[whole.chunk] else (Kind.BACKWARD,)
+        yield from (whole._replace(kind=kind) for kind in kinds)
 
 
 def delay_weights(schedule: Schedule, delays: Sequence[int | None]) -> Schedule:

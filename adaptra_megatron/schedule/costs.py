@@ -49,7 +49,7 @@ PerMicroBatch = tuple[tuple[tuple[float, ...], ...], ...]
 """Factors [stage][chunk][micro_batch]; None where a chunk has none."""
 PerPair = tuple[tuple[tuple[float, ...], ...], ...]
 """Numbers [stage][chunk of the forward][chunk of the backward] of combined actions."""
-_MOST_SAVED = 0.5
+MOST_SAVED = 0.5
 """Upper limit of what combining saves: a combined action takes no less than the longer of its halves."""
 
 
@@ -150,9 +150,9 @@ class Costs:
                 f"combined_saving must have {self.stages} stages with {chunks} rows of {chunks} values, one per chunk"
             )
         for stage, saving in ((stage, each) for stage, rows in enumerate(table) for row in rows for each in row):
-            if not (is_number(saving) and -1.0 <= saving <= _MOST_SAVED):
+            if not (is_number(saving) and -1.0 <= saving <= MOST_SAVED):
                 raise CostError(
-                    f"combined_saving of stage {stage} must be between -1 and {_MOST_SAVED:g}, got {saving!r}"
+                    f"combined_saving of stage {stage} must be between -1 and {MOST_SAVED:g}, got {saving!r}"
                 )
         if not (is_number(self.combined_sends_at) and 0.0 < self.combined_sends_at <= 1.0):
             raise CostError(f"combined_sends_at must be above 0 and at most 1, got {self.combined_sends_at!r}")

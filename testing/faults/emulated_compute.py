@@ -21,7 +21,7 @@ from testing.replacing import Replaced, Replacement
 if TYPE_CHECKING:
     import torch
 
-    from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, StageComputation
+    from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, Send, StageComputation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 SecondsOfCall = Callable[..., float]
@@ -83,7 +83,8 @@ class EmulatedCompute:
     backward_input_s: tuple[float, ...]
     backward_weight_s: tuple[float, ...]
     combined_share: float = 1.0
-    """Duration of a combined action as a fraction of its forward's and backward's together."""
+    """Duration of a combined action as a fraction of its forward's and whole backward's together. With a split backward
+    it saves as many seconds."""
     slow_down: Callable[[], float] = field(default=lambda: 1.0, compare=False, repr=False)
     """Returns the present factor on all times."""
     full_length: int | None = None
@@ -111,6 +112,11 @@ class EmulatedCompute:
     def weight_seconds(self, chunk: int = 0) -> float:
         """Return the duration of a weight gradient of `chunk`."""
         return self.backward_weight_s[min(chunk, len(self.backward_weight_s) - 1)]
+
+    def combined_seconds(self, forward_s: float, backward_s: float, whole_s: float) -> float:
+        """Return the duration of a combined action. `whole_s`: what its backward would take whole."""
+        saved_s = (1.0 - self.combined_share) * (forward_s + whole_s)
+        return max(forward_s, backward_s, forward_s + backward_s - saved_s)
 
     def action_seconds(self, kind: str, chunk: int) -> float:
         """Return the present duration of an action of `chunk`; `kind`: letter of `schedule.ir.Kind`."""
@@ -216,16 +222,31 @@ class _EmulatedComputation:
             computation.weight_gradient,
             lambda chunk, number: compute.weight_seconds(chunk) * self._share(chunk, number),
         )
-        self.forward_backward = compute.lasting(
+        self._forward_backward = compute.lasting(
             self._combined(computation.forward_backward),
-            lambda forward, backward, *_: (
-                compute.combined_share
-                * (
-                    compute.forward_seconds(forward.chunk) * self._share(*forward[:2])
-                    + compute.backward_seconds(backward.chunk, split=backward.split) * self._share(*backward[:2])
-                )
+            lambda forward, backward, *_: compute.combined_seconds(
+                compute.forward_seconds(forward.chunk) * self._share(*forward[:2]),
+                *(
+                    compute.backward_seconds(backward.chunk, split=split) * self._share(*backward[:2])
+                    for split in (backward.split, False)
+                ),
             ),
         )
+
+    def forward_backward(
+        self, forward: ForwardPart, backward: BackwardPart, send_output: Send, send_gradient: Send
+    ) -> torch.Tensor:
+        """See StageComputation. Both messages leave at the end."""
+        made: list[tuple[Send, torch.Tensor]] = []
+        output = self._forward_backward(
+            forward,
+            backward,
+            lambda tensor: made.append((send_output, tensor)),
+            lambda tensor: made.append((send_gradient, tensor)),
+        )
+        for send, tensor in made:
+            send(tensor)
+        return output
 
     def _measured(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         output = self._forward(chunk, micro_batch, input_tensor)

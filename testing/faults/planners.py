@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from adaptra_megatron.control.decisions import Decision, DecisionWriter
@@ -51,13 +52,22 @@ def exact_times(compute: EmulatedCompute) -> Replaced:
     from adaptra_megatron.engine import measuring
     from adaptra_megatron.megatron import replica_updates
 
+    def seconds(record: ActionRecord, behind: ActionRecord | None) -> float:
+        alone_s = compute.action_seconds(record.kind, record.chunk)
+        if not record.combined:
+            return alone_s
+        if record.kind != "F" or behind is None:  # the backward of a pair, whose time is the forward's
+            return 0.0
+        backward_s, whole_s = (compute.action_seconds(kind, behind.chunk) for kind in (behind.kind, "B"))
+        return compute.combined_seconds(alone_s, backward_s, whole_s)
+
     @functools.wraps(stage_measurement)
     def exact(
         pipeline: int, stage: int, micro_batches: int, records: Sequence[ActionRecord], *args: Any, **keywords: Any
     ) -> StageMeasurement:
         lasting = [
-            record._replace(end_s=record.start_s + compute.action_seconds(record.kind, record.chunk))
-            for record in records
+            record._replace(end_s=record.start_s + seconds(record, behind))
+            for record, behind in zip_longest(records, records[1:])
         ]
         return stage_measurement(pipeline, stage, micro_batches, lasting, *args, **keywords)
 

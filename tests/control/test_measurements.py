@@ -328,7 +328,10 @@ def test_combined_actions_are_timed_apart_from_those_that_ran_alone() -> None:
     measurement = measurement_of(encoded(stage_measurement(0, 0, 2, records, ([], []), 0.0)))
     alone = {key: values.tolist() for key, values in measurement.durations_s.items()}
     assert alone == {("F", 0): [4.0], ("F", 1): [5.0], ("B", 1): [2.0], ("W", 0): [3.0]}
-    assert {key: values.tolist() for key, values in measurement.combined_s.items()} == {(0, 1): [7.0], (1, 0): [9.0]}
+    assert {key: values.tolist() for key, values in measurement.combined_s.items()} == {
+        (0, "B", 1): [7.0],
+        (1, "I", 0): [9.0],
+    }
     assert measurement.computed_s == 30.0
     assert mean_idle_share([measurement]) == pytest.approx(0.0)
 

@@ -29,7 +29,7 @@ from adaptra_megatron.control.detector.observations import (
     State,
 )
 from adaptra_megatron.control.measurements import Messages, StageMeasurement, message_order
-from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
+from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk, PerPair
 from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.telemetry.action_records import Iterations
 from adaptra_megatron.telemetry.events import Event
@@ -168,12 +168,14 @@ def estimate_costs(
     can_split: bool,
     caps: tuple[float | None, ...],
     released_at_backward_input: tuple[float, ...],
+    combined_saving: PerPair = (),
 ) -> Costs | None:
     """Return the costs of the slowest pipeline, by stage and by link; None until every action has been measured.
 
     A stage that lately ran whole backwards (in stock's order, say) keeps its earlier costs of split ones, and vice
     versa. `can_split`: whether plans split backwards. If not, a whole backward counts as the input gradient. If all
-    backwards ran whole so far (`layout.whole_first`), the costs of the parts are estimated.
+    backwards ran whole so far (`layout.whole_first`), the costs of the parts are estimated. If of a stage with combined
+    actions no whole backward of some chunk ever ran alone, it counts as its parts.
     """
     slowest = _slowest(estimates)
     if can_split and layout.whole_first:
@@ -183,6 +185,8 @@ def estimate_costs(
             if kind is Kind.BACKWARD:
                 slowest[stage, Kind.BACKWARD_INPUT, chunk] = seconds
                 slowest[stage, Kind.BACKWARD_WEIGHT, chunk] = 0.0
+    if layout.combined:
+        _add_up_parts(slowest)
     tables = {kind: _table(slowest, kind, layout) for kind in Kind}
     forward_s, backward_input_s = tables[Kind.FORWARD], tables[Kind.BACKWARD_INPUT]
     backward_weight_s = tables[Kind.BACKWARD_WEIGHT]
@@ -205,6 +209,7 @@ def estimate_costs(
         backward_s=tables[Kind.BACKWARD] if can_split else None,
         shared_queue=layout.shared_queue,
         serial_queue=layout.serial_queue,
+        combined_saving=combined_saving,
     )
 
 
@@ -242,6 +247,13 @@ def _guess_parts(seconds: dict[tuple[int, Kind, int], float]) -> None:
             forward_s = min(seconds.get((stage, Kind.FORWARD, chunk), 0.0), whole_s)
             half_s = (whole_s - forward_s) / 2
             seconds[parts[0]], seconds[parts[1]] = forward_s + half_s, half_s
+
+
+def _add_up_parts(seconds: dict[tuple[int, Kind, int], float]) -> None:
+    for (stage, kind, chunk), input_s in list(seconds.items()):
+        weight_s = seconds.get((stage, Kind.BACKWARD_WEIGHT, chunk))
+        if kind is Kind.BACKWARD_INPUT and weight_s is not None:
+            seconds.setdefault((stage, Kind.BACKWARD, chunk), input_s + weight_s)
 
 
 def _table(slowest: Mapping[tuple[int, Kind, int], float], kind: Kind, layout: Layout) -> PerChunk | None:
@@ -381,7 +393,21 @@ def _pairs(before: Costs, after: Costs) -> Iterator[tuple[str, float, float]]:
         for stage, rows in enumerate(zip(old_tables[name], table, strict=True)):
             for chunk, (old_s, new_s) in enumerate(zip(*rows, strict=True)):
                 yield f"{_KINDS[name]} of stage {stage}, chunk {chunk}", old_s, new_s
+    old_saved_s = _saved_s(before)
+    for (stage, ahead, behind), new_s in _saved_s(after).items():
+        old_s = old_saved_s.get((stage, ahead, behind), 0.0)
+        yield f"what F of chunk {ahead} and B of chunk {behind} save on stage {stage}, combined", old_s, new_s
     for source, target in sorted({*before.links, *after.links}):
         old, new = before.link(source, target), after.link(source, target)
         yield f"latency of link {source}->{target}", old.latency_s, new.latency_s
         yield f"occupancy of link {source}->{target}", old.occupancy_s, new.occupancy_s
+
+
+def _saved_s(costs: Costs) -> dict[tuple[int, int, int], float]:
+    """Return the seconds that a combined action saves, by stage and the chunks of forward and backward."""
+    return {
+        (stage, ahead, behind): saving * (costs.forward_s[stage][ahead] + costs.whole_backward_s[stage][behind])
+        for stage, rows in enumerate(costs.combined_saving)
+        for ahead, row in enumerate(rows)
+        for behind, saving in enumerate(row)
+    }

@@ -12,6 +12,7 @@ from typing import Any
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.reasons import Reason, joined, reason_fields
+from adaptra_megatron.control.combined_savings import CombinedSavings
 from adaptra_megatron.control.deciders.decider import (
     MATERIAL_CHANGE,
     Context,
@@ -392,6 +393,9 @@ class DecisionEngine:
         self._routes: RouteDecider | LiveCellDecider | None = None
         self._make_deciders(running)
         self._memory = MeasuredCaps()
+        planned_for = () if running.order is None else running.order.costs.combined_saving
+        counts = book.layout.stages, book.layout.chunks
+        self._savings = CombinedSavings(*counts, planned_for) if book.layout.combined else None
         self._caps: Caps = (None,) * book.layout.stages
         """Caps of the latest costs, in activations by stage."""
         self._logged_short = False
@@ -436,6 +440,9 @@ class DecisionEngine:
         for finding in findings:
             logger.debug("%s", finding)
             self._telemetry.log(_event(finding, estimates))
+        if self._savings is not None:
+            for measurements in rounds:
+                self._savings.observe(measurements, estimates)
         self._caps = self._caps_for(latest[0].micro_batches)
         # A given plan has a number, too.
         number = max(self._number, self._book.number)
@@ -484,6 +491,7 @@ class DecisionEngine:
             can_split=self._book.adapts,
             caps=self._caps,
             released_at_backward_input=self._memory.released_at_backward_input(layout.stages),
+            combined_saving=() if self._savings is None else self._savings.table(),
         )
 
 

@@ -50,7 +50,7 @@ class Layout:
     """Whether backwards run whole until memory is measured. With recompute, a pending W holds all activations of its
     layers, which the forward does not keep."""
     combined: bool = False
-    """Whether Megatron trains with combined 1F1B: then its order of combined actions runs, and no other is planned."""
+    """Whether Megatron trains with combined 1F1B: then its order of combined actions is stock's, and plans combine."""
     staggered: bool = False
     """Whether a stage begins an iteration as soon as its own part of the one before has ended."""
 
@@ -114,7 +114,7 @@ class PlanState:
     def adapts(self) -> bool:
         """Whether the order follows measured costs."""
         given = self._config.plan_csv is not None or self._given_costs is not None
-        return self.policy == "adapt" and not given and not self.layout.combined
+        return self.policy == "adapt" and not given
 
     def follow(self, policy: str) -> None:
         """Switch to another policy. Drops plans made from measured costs, so that all ranks start from the same
@@ -245,10 +245,9 @@ class PlanState:
         return self._peaks[micro_batches]
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
-        """Return the order that runs until costs are known: stock's with every other B as I and W, if the caps allow
-        it."""
-        split = not (self.layout.whole_first or self.layout.combined)
-        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=split)
+        """Return the order that runs until costs are known: stock's with every other lone B as I and W, if the caps
+        allow it."""
+        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=not self.layout.whole_first)
 
     def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:
         layout, stock = self.layout, self._stock_schedule(micro_batches)

@@ -156,3 +156,12 @@ class TestReplanning:
 def test_a_change_matters_from_a_tenth_of_the_mean_action(after: Costs, changed: bool) -> None:
     assert (material_change(costs(), after) is not None) == changed
     assert (material_change(after, costs()) is not None) == changed
+
+
+def test_what_combining_saves_is_a_cost_like_others() -> None:
+    before, after, little_more = (
+        dataclasses.replace(costs(), combined_saving=(((saving,),),) * 4) for saving in (0.2, 0.25, 0.23)
+    )
+    change = material_change(before, after)
+    assert change == "what F of chunk 0 and B of chunk 0 save on stage 0, combined: 750.0 ms instead of 600.0 ms"
+    assert material_change(before, little_more) is None

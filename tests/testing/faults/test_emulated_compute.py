@@ -133,6 +133,8 @@ def test_computation_lasts_less_when_its_backward_is_split() -> None:
             pass
 
         def forward_backward(self, forward: ForwardPart, backward: BackwardPart, *sends: Any) -> str:
+            for send in sends:
+                send(time.monotonic())
             return "output"
 
     computation: Any = compute().decorate(Computation())  # type: ignore[arg-type]
@@ -142,10 +144,20 @@ def test_computation_lasts_less_when_its_backward_is_split() -> None:
     assert_lasts(B_S, computation.backward, 0, 0, None, None, None, split=True)
     assert_lasts(B_S + W_S, computation.backward, 0, 0, None, None, None, split=False)
     assert_lasts(W_S, computation.weight_gradient, 0, 0)
-    combined: Any = dataclasses.replace(compute(), combined_share=0.5).decorate(Computation())  # type: ignore[arg-type]
+    combined: Any = dataclasses.replace(compute(), combined_share=0.75).decorate(Computation())  # type: ignore[arg-type]
+    sent_after_s: list[float] = []
+
+    def send(made_s: float) -> None:
+        sent_after_s.append(time.monotonic() - made_s)
+
+    saved_s = (2 * F_S + B_S + W_S) / 4
     for split, weight_s in ((True, 0.0), (False, W_S)):
         parts = ForwardPart(1, 1, None), BackwardPart(0, 0, None, torch.zeros(()), None, split)
-        assert_lasts((2 * F_S + B_S + weight_s) / 2, combined.forward_backward, *parts)
+        sent_after_s.clear()
+        seconds = 2 * F_S + B_S + weight_s - saved_s
+        assert_lasts(seconds, combined.forward_backward, *parts, send, send)
+        assert len(sent_after_s) == 6
+        assert min(sent_after_s) > 0.9 * seconds, "both messages leave at the end"
 
 
 def test_short_sequences_last_less() -> None:
@@ -171,7 +183,7 @@ def test_short_sequences_last_less() -> None:
         assert_lasts(share * W_S, first.weight_gradient, 0, micro_batch)
     both = emulated.decorate(Computation())  # type: ignore[arg-type]
     parts = ForwardPart(0, 0, None), BackwardPart(0, 1, None, torch.zeros(()), None, True)
-    assert_lasts(F_S / 2 + B_S, both.forward_backward, *parts)
+    assert_lasts(F_S / 2 + B_S, both.forward_backward, *parts, print, print)
 
 
 def test_parsing() -> None:

@@ -52,7 +52,16 @@ JOBS: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "no CUDA graphs": ({"cuda_graph_impl": None}, "starts", "all", 33),
     "combined 1F1B": (
         {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-        *("starts with less", "none", 0),
+        *("starts", "all", 33),
+    ),
+    "combined 1F1B, captured": (
+        {
+            "overlap_moe_expert_parallel_comm": True,
+            "delay_wgrad_compute": True,
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_scope": ["moe_router", "moe_preprocess"],
+        },
+        *("starts with less", "some", 17),
     ),
     "FSDP": ({"use_megatron_fsdp": True}, "refused", "none", 0),
     "weight shards": ({"tensor_parallel_num_weight_shards": 4}, "refused", "none", 0),
