@@ -384,7 +384,8 @@ class FencedGroup:
         def launched(*given: Any, **keywords: Any) -> Any:
             found = method(*given, **keywords)
             # What a graph captures is run by its replays: torch's handle of it never completes.
-            if hasattr(found, "is_completed") and not torch.cuda.is_current_stream_capturing():
+            captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+            if hasattr(found, "is_completed") and not captured:
                 self._note(found, name.strip("_"), self)
             return found
 

@@ -8,14 +8,17 @@ both cases a switch counts nothing; or a number, the seconds that a capture coun
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from testing.jobs import variants
 from testing.megatron.megatron_on_cpu import install
 from testing.replacing import Replaced, Replacement
 
+if TYPE_CHECKING:
+    from adaptra_megatron.megatron.captured_layers import Order
 
-def _stale(layers: Any, order: tuple[int, ...]) -> bool:
+
+def _stale(layers: Any, order: Order, *, warm: bool) -> bool:
     layers._order = order
     return False
 
