@@ -384,7 +384,7 @@ class FencedGroup:
         def launched(*given: Any, **keywords: Any) -> Any:
             found = method(*given, **keywords)
             # What a graph captures is run by its replays: torch's handle of it never completes.
-            captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
             if hasattr(found, "is_completed") and not captured:
                 self._note(found, name.strip("_"), self)
             return found

@@ -78,7 +78,7 @@ class SingleStage:
         `why`: reason for stock's schedule, for the log. Raises ExchangeError if ranks do not meet.
         """
         model, groups = arguments["model"], arguments.get(groups_keyword()) or default_groups()
-        megatron = config_of(model[0] if isinstance(model, list) else model)
+        megatron = config_of(model)
         self._job = join_job(groups.pp, shared_groups(megatron, groups), config)
         self._telemetry = make_telemetry(self._job, 1, config, goes_on=False)
         self._hooks = [feature.stock_hooks(self._job, self._telemetry) for feature in features]
@@ -179,10 +179,8 @@ class AdaptraRuntime:
 
     def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
         """Return why Megatron's own schedule must run; empty if it need not. Equal on all ranks."""
-        if self._config.policy == "observe":
-            model = arguments["model"]
-            if kept := kept_in_order(config_of(model[0] if isinstance(model, list) else model)):
-                return ", ".join(kept)
+        if self._config.policy == "observe" and (kept := kept_in_order(config_of(arguments["model"]))):
+            return ", ".join(kept)
         if keeps_stock(self._config, current_device):
             return NO_PLAN_FASTER
         if keeps_stock(self._config, current_device, host_path=False):
@@ -345,9 +343,7 @@ class AdaptraRuntime:
     def _say_it_is_on(self, arguments: Mapping[str, Any]) -> None:
         """Log that the package is on. Called with the first schedule, as a process that only parses flags runs none."""
         if not self._is_on and not (dist.is_initialized() and dist.get_rank()):
-            model = arguments["model"]
-            chunks = model if isinstance(model, list) else [model]
-            schedule = ", combined 1F1B" if any(combines(config_of(chunk)) for chunk in chunks) else ""
+            schedule = ", combined 1F1B" if combines(config_of(arguments["model"])) else ""
             text = "%s is on, policy %s%s; to train without it, set %s=1"
             logger.info(text, adaptra_megatron.__version__, self._config.policy, schedule, OFF_VARIABLE)
         self._is_on = True

@@ -85,9 +85,9 @@ class PipelineCall:
         return self.stage == self.last_place.stage
 
 
-def config_of(model: torch.nn.Module) -> Any:
-    """Return Megatron's ModelParallelConfig of a model chunk, whatever wraps it."""
-    return schedules.get_model_config(model)
+def config_of(model: torch.nn.Module | list[torch.nn.Module]) -> Any:
+    """Return Megatron's ModelParallelConfig of a model chunk, or of a list of them, whatever wraps them."""
+    return schedules.get_model_config(model[0] if isinstance(model, list) else model)
 
 
 def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> PipelineCall:

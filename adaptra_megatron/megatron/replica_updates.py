@@ -215,7 +215,7 @@ class ReplicaUpdates:
             self._log.begin()
             self._opens = False
         begun_s = time.monotonic()
-        with _finalized_later(config_of(_chunks(arguments)[0])) as finalize:
+        with _finalized_later(config_of(arguments["model"])) as finalize:
             losses = run()
         device = _device(self._model)
         if device.type == "cuda":
