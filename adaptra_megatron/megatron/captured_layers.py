@@ -65,9 +65,9 @@ class CapturedLayers:
         """By Megatron's helper object, of which there may be one per model; _DUE where graphs have to be captured."""
         self._given: Order = ()
         self._follows = False
-        """Whether `follow` captures."""
+        """True while `follow` captures."""
         self._own = False
-        """Whether the order given is the plan's, not stock's."""
+        """True if `_given` is the order that this rank runs, False if it is stock's."""
         self._counts: dict[Any, dict[str, Any]] = {}
         """By helper: what it counts before a capture. With combined 1F1B each layer is a chunk of its own after it."""
         self._suspended: list[tuple[Any, list[Any]]] = []

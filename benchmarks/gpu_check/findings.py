@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks find: written by a check's process line by line, so that what was seen is there after it."""
+"""Record the findings of checks. A check's process writes them line by line, so that none is lost if it dies."""
 
 from __future__ import annotations
 

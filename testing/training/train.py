@@ -136,9 +136,8 @@ class Trainer:
             for watcher in self._watchers:
                 watcher(self.iteration)
             started = time.perf_counter()
-            if (
-                self._graphs is not None and self.iteration - first == args.cuda_graph_warmup_steps
-            ):  # as Megatron's train()
+            # As Megatron's train(), which counts from its own first iteration.
+            if self._graphs is not None and self.iteration - first == args.cuda_graph_warmup_steps:
                 self._capture()
             grad_norm = self._train_step(iterators)
             if self._runtime is not None and (plan := self._runtime.last_plan()) is not None:

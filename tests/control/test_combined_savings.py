@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What combined actions save comes out of measurements as it went in, and stays known while none runs."""
+"""Savings of combined actions are measured as they were simulated, and stay known while no action is combined."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which iterations run without graphs: those in another order than the plan's, and those before all ranks capture."""
+"""Iterations run without graphs in another order than the plan's, and until all ranks capture."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Layout:
     """Whether backwards run whole until memory is measured. With recompute, a pending W holds all activations of its
     layers, which the forward does not keep."""
     combined: bool = False
-    """Whether Megatron trains with combined 1F1B: then its order of combined actions is stock's, and plans combine."""
+    """Whether Megatron trains with combined 1F1B. Stock's order then has combined actions, and plans may have some."""
     staggered: bool = False
     """Whether a stage begins an iteration as soon as its own part of the one before has ended."""
 

@@ -69,7 +69,7 @@ def cell_inputs(
     joined: Sequence[Sequence[int]] = (),
     **keywords: Any,
 ) -> RoutableInputs:
-    """Those of a rank of some pipelines of two stages. `joined`: groups that experts span."""
+    """Return the inputs of one rank, in pipelines of two stages. `joined`: ranks of the groups that experts span."""
     job = layout(pipelines, rank, joined=joined)
     job.together = True
     replicas = [each[job.cell.stage] for each in pipelines]
@@ -271,7 +271,7 @@ def test_lanes_that_experts_join_compute_the_same_number_of_other_replicas_each_
 
 
 def test_lanes_swap_by_the_longest_of_what_they_compute_in_step(control: ControlStore) -> None:
-    """Of each pair of shares the second is the longer one."""
+    """Lanes of a replica compute in step, so the longer of their micro-batches counts: here the second lane's."""
 
     def of_pairs(share: int, number: int) -> float:
         return length(share // 2, number) / (2 - share % 2)

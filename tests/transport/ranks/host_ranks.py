@@ -246,7 +246,7 @@ def rank_lost(make: Make) -> None:
 
 
 def parent_killed(make: Make) -> None:
-    """Rank 0 dies by SIGKILL; its delegate ends with it, nor its addresses."""
+    """Rank 0 dies by SIGKILL; its delegate and its addresses end with it."""
     transport = make()
     exchange(transport, 0)
     if dist.get_rank() == 1:
@@ -344,7 +344,7 @@ def intruders(make: Make) -> None:
     assert transport.delegate_process_id is not None
     if dist.get_rank() == 1:
         os.kill(transport.delegate_process_id, signal.SIGKILL)  # after all that, a peer still gets in
-    exchange(transport, 2)  # the rings may be usable without the delegate for as long as this takes
+    exchange(transport, 2)  # rings without a delegate may be usable for as long as this takes
     until(lambda: transport.link_counters()[1 - dist.get_rank()].sessions > 1, "the link did not come up again")
     dist.barrier()
     transport.close()
