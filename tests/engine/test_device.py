@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel import layers
 
 from adaptra_megatron.config import AdaptraConfig
@@ -107,7 +108,9 @@ def test_the_training_thread_calls_stock_and_the_log_says_why(monkeypatch: pytes
     ran: list[Any] = []
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(runtime, "run_stock", lambda *given: ran.append(given))
-    call: dict[str, Any] = {"model": []}
+    model = torch.nn.Identity()
+    model.config = ModelParallelConfig()  # type: ignore[assignment]
+    call: dict[str, Any] = {"model": [model]}
     stock = object()
     runtime.forward_backward(call, interleaved=False, stock=stock)  # type: ignore[arg-type]
     assert ran[0][:2] == (stock, call)

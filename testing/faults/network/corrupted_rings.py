@@ -64,9 +64,9 @@ def in_use(pid: int, ring: int) -> bool:
 def rings_of(pid: int) -> dict[int, Path]:
     """Return the rings that a process holds: path to open each, by inode, which identifies it."""
     rings = {}
-    with contextlib.suppress(FileNotFoundError):  # the process has ended
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
                 if "memfd:adaptra-ring" in os.readlink(entry):
                     rings[entry.stat().st_ino] = entry
     return rings

@@ -751,7 +751,8 @@ def make_links(gpus: Gpus) -> Iterator[Callable[..., Links]]:
 
 def test_messages_take_the_device_path_once_it_is_proven(make_links: Callable[..., Links]) -> None:
     links = make_links(specification=FIXED)
-    until(lambda: links.ends[0].path_counters().path is Path.DEVICE and links.ends[1]._paths.receiver.carries)
+    # Both directions: a thread that posts also launches the probes that the other direction has pending.
+    until(lambda: all(end.path_counters().path is Path.DEVICE and end._paths.receiver.carries for end in links.ends))
     for number in range(10):
         links.ends[1].post_receive(key(number))
         links.send(number)

@@ -67,7 +67,7 @@ def alive(process: int) -> bool:
     """Return whether a process runs; one that waits for its parent to notice its death does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
         return False
 
 
