@@ -66,6 +66,22 @@ def test_what_is_sent_is_in_place_to_the_bit(chunk: int, monkeypatch: pytest.Mon
     assert all(torch.equal(*pair) for pair in zip(sent, found, strict=True))
 
 
+def test_a_buffer_takes_on_the_type_that_was_sent_and_a_parameter_does_not() -> None:
+    sent = torch.tensor([0.1, -0.2, 0.3])
+    for found in (sent.to(torch.bfloat16), torch.nn.Parameter(sent.to(torch.bfloat16))):
+        messages = Messages()
+        sender, receiver = ends(messages)
+        send_tensors(sender, [sent])
+        sender.finish()
+        if isinstance(found, torch.nn.Parameter):
+            with pytest.raises(StateError, match="other shapes or types"):
+                receive_tensors(receiver, [found], "parameters")
+            continue
+        receive_tensors(receiver, [found], "parameters")
+        receiver.finish()
+        assert torch.equal(found, sent)
+
+
 def test_an_optimizer_comes_with_all_that_it_has() -> None:
     def made() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         parameter = torch.nn.Parameter(torch.ones(33))

@@ -183,21 +183,33 @@ def model_tensors(model: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def send_tensors(sender: StateSender, tensors: Sequence[torch.Tensor]) -> None:
-    """Send tensors, preceded by their shapes."""
-    sender.values([list(each.shape) for each in tensors])
+    """Send tensors, preceded by their shapes and types."""
+    sender.values([_described(each) for each in tensors])
     for each in tensors:
         sender.tensor(each)
 
 
 def receive_tensors(receiver: StateReceiver, tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Receive into `tensors`. Raises StateError if the sender's tensors have other shapes."""
-    shapes = receiver.values()
-    if shapes != [list(each.shape) for each in tensors]:
+    """Receive into `tensors`; buffers take on the sender's types.
+
+    Raises StateError if the sender's tensors have other shapes, or its parameters other types.
+    """
+    described = receiver.values()
+    if len(described) != len(tensors) or not all(map(_fits, tensors, described)):
         raise StateError(
-            f"{what} of this process have other shapes than those of the job: start it with the same flags"
+            f"{what} of this process have other shapes or types than those of the job: start it with the same flags"
         )
-    for each in tensors:
+    for each, there in zip(tensors, described, strict=True):
+        dtype = getattr(torch, there["dtype"])
+        if each.dtype != dtype:
+            # A router makes its bias float32 in its first forward, which this process has yet to run.
+            each.data = torch.empty_like(each, dtype=dtype)
         receiver.tensor(each)
+
+
+def _fits(tensor: torch.Tensor, described: dict[str, Any]) -> bool:
+    same_type = _described(tensor)["dtype"] == described["dtype"]
+    return list(tensor.shape) == described["shape"] and (same_type or not isinstance(tensor, torch.nn.Parameter))
 
 
 def send_optimizer(sender: StateSender, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
