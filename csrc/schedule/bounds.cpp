@@ -210,7 +210,10 @@ void Bounds::heads(int index) {
 
 void Bounds::remember(int index) {
     const auto insert = [](std::vector<double>& list, double end) {
-        return static_cast<std::size_t>(list.insert(std::upper_bound(list.begin(), list.end(), end), end) - list.begin());
+        const auto place = std::upper_bound(list.begin(), list.end(), end);
+        const auto position = static_cast<std::size_t>(place - list.begin());
+        list.insert(place, end);
+        return position;
     };
     for (int v = 0; v < virtual_stages_; ++v) {
         StageMemory& memory = memory_[problem_.stage_of(v)];
