@@ -75,7 +75,7 @@ class Section:
         return None
 
     def then(self, later: Self) -> Self:
-        """Return this section merged with a later one that was made before this one took effect."""
+        """Merge this section, which has not taken effect yet, with a later one."""
         return later
 
 

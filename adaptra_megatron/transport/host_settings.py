@@ -34,7 +34,7 @@ class HostSettings:
     lanes: int = 4
     """TCP connections per link; no more than either end has cores for."""
     rnics: tuple[str, ...] = ()
-    """RDMA devices for verbs, in the order in which those of other hosts match them; empty: all with a link."""
+    """RDMA devices for verbs; the n-th of two hosts connect to each other. Empty: all with an active port."""
     cpus: frozenset[int] = frozenset()
     """CPUs for the delegate and the copying threads: those near this stage's GPU; empty: any."""
     slots: int = 16

@@ -116,8 +116,8 @@ class ShardCopy:
     """Copy of another rank's shard: an optimizer for that shard, whose parameters this rank's optimizer steps."""
 
     def __init__(self, own: Any, stock: type, made_with: MadeWith, layout: JobLayout, *, fill: bool) -> None:
-        """Create the copy; `fill` it from the owner's state (then collective over the group). `stock`: Megatron's
-        class.
+        """Create the copy. With `fill`, fetch the owner's state, which is collective over the group. `stock`:
+        Megatron's class.
 
         Raises the ValueError of `holders_of`.
         """

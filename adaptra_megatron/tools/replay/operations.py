@@ -43,7 +43,7 @@ class OpType(str, enum.Enum):
 
     @property
     def peer(self) -> tuple[int, OpType] | None:
-        """For a send or receive: difference to the peer's stage, and type of the peer's operation; None for others."""
+        """(peer's stage minus this one, type of the peer's operation) of a send or receive; None for others."""
         return _PEERS.get(self)
 
 

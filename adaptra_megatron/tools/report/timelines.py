@@ -49,7 +49,7 @@ class Bar(NamedTuple):
 
 
 def part_bar(finding: PartFinding) -> Bar:
-    """Return the bar of one part of the run, with a mark where an iteration would end without a link's delay."""
+    """Return the bar of one part of the run. A mark shows the length of an iteration without the worst link's delay."""
     alike = f" and {finding.alike} like them" if finding.alike else ""
     name = f"iterations {span(finding.part)}{alike}"
     text = f"{duration(finding.seconds)}, idle {percent(finding.idle_share)}"
