@@ -57,6 +57,7 @@ def _run_stock(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[.
 def _split(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
+    # The forward's parameters tell how many gradients a backward returns; releases differ.
     return runtime.weight_gradients.wrap(stock, LinearWithGradAccumulationAndAsyncCommunication.forward)
 
 

@@ -50,6 +50,7 @@ def _decided(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[...
 
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
 
+        # Stock first: where it saves or exits itself, nothing is due any more.
         exits = stock(*given, **keywords)
         args, arguments = get_args(), signature.bind(*given, **keywords).arguments
         # The last iteration is saved once training has ended.

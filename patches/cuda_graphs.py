@@ -25,6 +25,7 @@ def _layers(runtime: AdaptraRuntime) -> CapturedLayers:
 def _order(stock: Callable[..., list[int]], runtime: AdaptraRuntime) -> Callable[..., list[int]]:
     @functools.wraps(stock)
     def convert_schedule_table_to_order(*given: Any, **keywords: Any) -> list[int]:
+        # Stock's order is always made: a plan's is taken only if it has the same actions.
         return _layers(runtime).order_for(stock(*given, **keywords))
 
     return convert_schedule_table_to_order
@@ -36,6 +37,7 @@ def _layer_order(stock: Callable[..., LayerOrder], runtime: AdaptraRuntime) -> C
         order: list[int], num_layers_per_chunk: list[int], capture_wgrad_graph: bool
     ) -> LayerOrder:
         given = order, num_layers_per_chunk, capture_wgrad_graph
+        # Stock's is made on demand: it pairs all between the first backward and the last forward, as 1F1B has them.
         return _layers(runtime).layers_for(lambda: stock(*given), *given[1:])
 
     return get_overlap_moe_expert_parallel_comm_order

@@ -58,6 +58,7 @@ class Patch:
         module_name, _, path = self.target.partition(":")
         *containers, attribute = path.split(".")
         try:
+            # By name, not by reference: a module of Megatron is imported only if one of its patches is applied.
             holder: Any = importlib.import_module(module_name)
             for name in containers:
                 holder = getattr(holder, name)

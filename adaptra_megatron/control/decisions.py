@@ -87,6 +87,7 @@ class Order(Section):
     is installed.
     """
 
+    # Numbers, not text: a decision travels to every rank, and a text would be parsed on each.
     codes: tuple[tuple[int, ...], ...]
     """By stage: the actions as numbers, see `schedule.native`."""
     costs: Costs

@@ -46,6 +46,7 @@ def choose_transport(
     """
     if wanted == "auto":
         if ours == theirs:
+            # Containers of one host with networks of their own have different identities: see host_identity.
             return "shm"
         if without_verbs is not None:
             logger.info("link %s: tcp, not verbs: %s", link, without_verbs)

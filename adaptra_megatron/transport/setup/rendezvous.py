@@ -75,6 +75,7 @@ class Rendezvous:
         """
         handed_in = []
         for answer in self._answers(what, mine):
+            # The failure is in the place of the entry: later stages need not wait for their own time limit.
             if "gave_up" in answer:
                 raise TransportError(answer["gave_up"])
             handed_in.append(answer["handed_in"])
@@ -124,6 +125,7 @@ class Rendezvous:
     def first_of_the_job_to(self, what: str) -> bool:
         """Return whether this rank is the first of the job to call this with `what`."""
         with self.control.lent("first", self._timeout_s) as store:
+            # The store adds for one client at a time: exactly one gets 1.
             return bool(store.add(what, 1) == 1)
 
 

@@ -146,6 +146,7 @@ def cpus_numa_node(sysfs: Path, cpus: Collection[int]) -> int | None:
 def nearness(device: RdmaDevice, place: HardwarePlace) -> Nearness:
     """Return the distance between an RDMA device and a place, which may be only a NUMA node."""
     shared = _shared_bridges(device.place, place)
+    # The first of the bridges is the host bridge: two that share more share a PCIe switch.
     if shared:
         return Nearness.BRIDGE if shared > 1 else Nearness.HOST_BRIDGE
     same_node = place.numa_node is not None and place.numa_node == device.place.numa_node
@@ -163,6 +164,7 @@ def nearest_rnics(
     place = pci_place(sysfs, pci_bus_id) if pci_bus_id is not None else None
     place = place or HardwarePlace((), numa_node)
     active = [device for device in rdma_devices(sysfs) if device.active]
+    # Behind one switch of several levels, the deeper common bridge is the shorter way.
     distances = [(nearness(device, place), -_shared_bridges(device.place, place)) for device in active]
     return tuple(device.name for device, distance in zip(active, distances, strict=True) if distance == min(distances))
 
@@ -192,6 +194,7 @@ def rank_rnics(named: Sequence[str], pci_bus_id: str | None, sysfs: Path = SYSFS
 
     `pci_bus_id`: of its GPU. Raises RnicError.
     """
+    # Without a GPU: the CPUs that a user, or a launcher with numactl, has bound this process to.
     numa_node = cpus_numa_node(sysfs, os.sched_getaffinity(0))
     return choose_rnics(named, sysfs, pci_bus_id=pci_bus_id, numa_node=numa_node)
 

@@ -47,6 +47,7 @@ class Port:
                 break  # tables have up to thousands of entries
         if not found:
             raise VerbsUnavailableError(f"{self.device} port {self.number} has no GID: give its interface an address")
+        # RoCE v2 crosses routers; a link-local address is good on one subnet alone.
         *_preferences, index, gid = max(found)
         return -index, gid
 
