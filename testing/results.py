@@ -152,7 +152,12 @@ def optimizer_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
             for parameter_index, parameter in enumerate(group["params"]):
                 prefix = f"{index}.{group_index}.{parameter_index}"
                 found[f"{prefix}.main"] = parameter.detach().clone()
+                scales = getattr(part.optimizer, "_scales", {}).get(parameter, {})
+                found |= {f"{prefix}.{name}_scale": scale.clone() for name, scale in scales.items()}
                 for name, value in part.optimizer.state[parameter].items():
+                    if hasattr(value, "_quantizer"):  # of Transformer Engine's FusedAdam, in 8 bits
+                        found[f"{prefix}.{name}_factor"] = value._scale_inv.clone()
+                        value = value._data
                     if isinstance(value, torch.Tensor):
                         found[f"{prefix}.{name}"] = value.detach().clone()
     return found

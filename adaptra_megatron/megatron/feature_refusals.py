@@ -229,7 +229,6 @@ _LAYER_WISE = Refusal(
 )
 RECOVERY = (
     _LAYER_WISE,
-    Refusal("--use-precision-aware-optimizer", setting("use_precision_aware_optimizer"), _LACKING),
     Refusal("--optimizer-cpu-offload", setting("optimizer_cpu_offload"), _LACKING),
     Refusal(
         _GRAPH,

@@ -149,7 +149,7 @@ def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, 
     for part in distributed:
         # With torch's Adam, Megatron 0.16.1 restores the dummy step's count, in one tensor that all parameters share
         # and count up. Every iteration is a step: nothing is skipped without a loss scale.
-        for state in part.optimizer.state.values():
+        for state in part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.AdamW) else ():
             state["step"] = torch.tensor(float(loaded["iteration"]))
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     torch.set_rng_state(loaded["rng_state"]["torch"])

@@ -25,6 +25,8 @@ from testing.megatron.megatron_on_cpu import FUSED_WEIGHT_GRADIENT_MODULE
 from testing.training.context_parallel import GatheringAttention
 from testing.training.corpus import VOCABULARY
 
+_STORED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+
 
 class TorchNorm:
     """torch's LayerNorm or RMSNorm for Megatron's local layers, with sequence parallelism.
@@ -222,6 +224,11 @@ def build_optimizer(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=args.use_distributed_optimizer,
             overlap_param_gather=args.overlap_param_gather,
+            fp8_recipe=args.fp8_recipe,
+            use_precision_aware_optimizer=args.use_precision_aware_optimizer,
+            main_params_dtype=_STORED[args.main_params_dtype],
+            exp_avg_dtype=_STORED[args.exp_avg_dtype],
+            exp_avg_sq_dtype=_STORED[args.exp_avg_sq_dtype],
         ),
         model,
         use_gloo_process_groups=args.distributed_backend != "gloo",

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from testing.megatron.captured_graphs import emulated_graphs
+from testing.megatron.fused_adam import emulated_fused_adam
 from testing.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 from testing.stock import trace_stock
 from testing.training.checkpointing import check_can_save, load_checkpoint, save_checkpoint
@@ -56,6 +57,8 @@ def train(args: argparse.Namespace) -> TrainingResult:
         set_up_groups(args)
         if args.cuda_graph_impl != "none" and args.emulate_cpu:
             stack.enter_context(emulated_graphs(args.num_micro_batches))
+        if args.use_precision_aware_optimizer and args.emulate_cpu:
+            stack.enter_context(emulated_fused_adam())
         conditions = stack.enter_context(emulate_conditions(args, world_size, late))
         if args.adaptra:
             from adaptra_megatron.patches import enable

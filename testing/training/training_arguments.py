@@ -110,6 +110,11 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--calculate-per-token-loss", action="store_true")
     group.add_argument("--seed", type=int, default=1234)
     group.add_argument("--bf16", action="store_true")
+    group.add_argument("--use-precision-aware-optimizer", action="store_true")
+    group.add_argument("--fp8-recipe", default=None, help="by which the optimizer is chosen; the model has no FP8")
+    group.add_argument("--main-params-dtype", choices=["fp32", "fp16"], default="fp32")
+    for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
+        group.add_argument(name, choices=["fp32", "fp16", "bf16", "fp8"], default="fp32")
     group.add_argument("--no-gradient-accumulation-fusion", action="store_false", dest="gradient_accumulation_fusion")
 
 

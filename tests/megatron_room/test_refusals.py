@@ -379,7 +379,6 @@ def test_a_layer_wise_optimizer_is_refused_as_it_is_made(monkeypatch: pytest.Mon
 
 LOST: dict[str, tuple[dict[str, Any], str]] = {
     "layer-wise": ({"optimizer": "dist_muon"}, "--optimizer dist_muon"),
-    "precision-aware": ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
     "cpu": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
     "graph": ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
     "accumulation": ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
@@ -475,7 +474,12 @@ def test_what_recovery_takes_at_least_is_said(sizes: dict[str, Any], ranks: int)
 def test_every_refusal_of_recovery_is_tried() -> None:
     for each in RECOVERY:
         assert any(each.is_on(SimpleNamespace(**settings)) for settings, _ in LOST.values()), each.feature
-    for recovered in ({}, {"moe_router_enable_expert_bias": True}, {"fp8": "e4m3", "fp8_recipe": "tensorwise"}):
+    recovered: dict[str, Any]
+    for recovered in (
+        {},
+        {"moe_router_enable_expert_bias": True, "use_precision_aware_optimizer": True},
+        {"fp8": "e4m3", "fp8_recipe": "tensorwise"},
+    ):
         refuse_for_recovery("failures", SimpleNamespace(**recovered))
 
 

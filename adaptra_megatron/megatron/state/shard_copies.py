@@ -24,6 +24,7 @@ import torch
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.elastic.process_group_manager import alike
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.megatron.state.stored_state import allocate, allocates, flat_bytes, stored_state
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.process_group import FaultTolerantGroup
@@ -202,18 +203,18 @@ class ShardCopy:
         if own.state:
             known = next(iter(own.state))
             for each in _parameters(inner):
-                inner.state[each] = {name: _like(value, known, each) for name, value in own.state[known].items()}
-        given, received = _tensors(own), _tensors(inner)
+                if allocates(inner):
+                    allocate(inner, each, own.state[known])
+                else:
+                    inner.state[each] = {name: _like(value, known, each) for name, value in own.state[known].items()}
+        given, received = map(flat_bytes, _tensors(own)), list(map(flat_bytes, _tensors(inner)))
         # Where gradients are: torch's Adam counts its steps in tensors on the CPU.
-        none = torch.empty(0, device=self._device)
-        flat = torch.cat([none, *(each.reshape(-1).to(none) for each in given)])
-        found = flat.new_empty(sum(each.numel() for each in received))
-        self._group.hand_on(flat, found).wait()
-        with torch.no_grad():
-            end = 0
-            for each in received:
-                start, end = end, end + each.numel()
-                each.copy_(found[start:end].view_as(each))
+        none = torch.empty(0, dtype=torch.uint8, device=self._device)
+        sizes = [each.numel() for each in received]
+        found = none.new_empty(sum(sizes))
+        self._group.hand_on(torch.cat([none, *(each.to(self._device) for each in given)]), found).wait()
+        for each, came in zip(received, torch.split(found, sizes), strict=True):
+            each.copy_(came)
 
 
 def refuse_gathering(group: FaultTolerantGroup, keywords: Mapping[str, Any], what: str = "") -> None:
@@ -239,7 +240,7 @@ def _tensors(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return main parameters and their state, in the same order at owner and holder."""
     found: list[torch.Tensor] = []
     for each in _parameters(inner):
-        state = inner.state.get(each, {})
+        state = stored_state(inner, each)
         found += [each, *(state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))]
     return found
 

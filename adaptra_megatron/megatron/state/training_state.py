@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from adaptra_megatron.megatron.state.stored_state import allocate, allocates, flat_bytes, stored_state
+
 Send = Callable[[torch.Tensor], None]
 """Sends a tensor on the CPU, which may be changed afterwards."""
 Receive = Callable[[torch.Tensor], None]
@@ -45,7 +47,7 @@ class _Digest:
     def add(self, tensor: torch.Tensor) -> None:
         """Add the next tensor, with its size."""
         self._hash.update(f"|{tensor.nbytes}|".encode())
-        for piece in _pieces(_flat(tensor)):
+        for piece in _pieces(flat_bytes(tensor)):
             self._hash.update(piece.cpu().numpy().data)
 
     @property
@@ -80,7 +82,7 @@ class StateSender:
     def tensor(self, tensor: torch.Tensor) -> None:
         """Send a tensor whose shape and type the receiver knows."""
         self._digest.add(tensor)
-        self._write(_flat(tensor))
+        self._write(flat_bytes(tensor))
 
     def finish(self) -> None:
         """End the transfer, and send its digest."""
@@ -126,7 +128,7 @@ class StateReceiver:
 
     def tensor(self, tensor: torch.Tensor) -> None:
         """Receive into `tensor`."""
-        flat = _flat(tensor)
+        flat = flat_bytes(tensor)
         self._read(flat)
         if not tensor.is_contiguous():  # then `flat` is a copy
             with torch.no_grad():
@@ -161,12 +163,6 @@ _NOT_AS_SENT = (
     "parameters and optimizer state are not in place as they were sent, or come from no rank of this job: their "
     "digests differ"
 )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, sharing its memory if it is contiguous."""
-    flat = tensor.detach().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -215,7 +211,7 @@ def _fits(tensor: torch.Tensor, described: dict[str, Any]) -> bool:
 def send_optimizer(sender: StateSender, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Send the settings and the state of torch's optimizer for some of its parameters."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    states = [optimizer.state.get(each, {}) for each in parameters]
+    states = [stored_state(optimizer, each) for each in parameters]
     sender.values(
         {
             "groups": [{name: value for name, value in group.items() if _is_plain(value)} for group in groups],
@@ -224,7 +220,7 @@ def send_optimizer(sender: StateSender, optimizer: torch.optim.Optimizer, parame
     )
     for parameter, state in zip(parameters, states, strict=True):
         sender.tensor(parameter)
-        for tensor in _tensors(state):
+        for tensor in filter(torch.is_tensor, state.values()):
             sender.tensor(tensor)
 
 
@@ -241,13 +237,17 @@ def receive_optimizer(
         group.update(values)
     for parameter, described in zip(parameters, said["states"], strict=True):
         receiver.tensor(parameter)
-        state = optimizer.state[parameter] = {name: _made(value, parameter) for name, value in described.items()}
-        for tensor in _tensors(state):
+        if allocates(optimizer):
+            allocate(optimizer, parameter, described)
+        else:
+            optimizer.state[parameter] = {name: _made(value, parameter) for name, value in described.items()}
+        state = stored_state(optimizer, parameter)
+        if (own := {name: _described(value) for name, value in state.items()}) != described:
+            raise StateError(
+                f"of a parameter this process stores {own}, and the job {described}: start it with the same flags"
+            )
+        for tensor in filter(torch.is_tensor, map(state.get, described)):
             receiver.tensor(tensor)
-
-
-def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    return (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _is_plain(value: Any) -> bool:

@@ -45,6 +45,7 @@ from testing.jobs.fork_server import ForkServer
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PRECISION_AWARE = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 SLOW_S = 1.0
 """By which a busy machine may be late."""
 UNREACHED = "cannot send its measurements"
@@ -266,6 +267,7 @@ def copied(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> di
     [
         pytest.param(3, 1, "", id="whole", marks=pytest.mark.slow),
         pytest.param(3, 1, SHARDED, id="sharded"),
+        pytest.param(3, 1, f"{SHARDED} {PRECISION_AWARE}", id="precision-aware", marks=pytest.mark.slow),
         pytest.param(4, 1, f"{SHARDED} {INSTANCES} 2", id="optimizer-instances", marks=pytest.mark.slow),
         pytest.param(2, 2, f"{EXPERTS} {SHARDED}", id="experts-that-span-replicas-sharded", marks=pytest.mark.slow),
     ],
