@@ -137,6 +137,7 @@ class CapturedLayers:
             if captured != _DUE and helper.graphs_created():
                 self._captured[helper] = _DUE
                 _delete(helper)
+                _forget_results(helper)
         self._replays.clear()
         self._queue.lent.clear()
 
@@ -197,6 +198,15 @@ def _delete(helper: Any) -> None:
         helper._capture_finished = False
     if by_hand:
         helper.cuda_graph_set_manual_hooks()
+
+
+def _forget_results(helper: Any) -> None:
+    """Clear what a router's graph leaves to the rest of its layer (MoECudaGraphTensorStore): a forward that was
+    interrupted has not, and the next one would take it for its own.
+    """
+    for layer in _layers(helper):
+        if (store := getattr(getattr(layer, "mlp", None), "cudagraph_tensor_store", None)) is not None:
+            store.clear()
 
 
 @contextmanager

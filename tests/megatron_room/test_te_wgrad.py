@@ -15,6 +15,7 @@ from support import stand_in_te
 
 from adaptra_megatron.megatron.gradients.linear_wgrad import DelayedGradient, WeightGradientQueue
 from adaptra_megatron.megatron.gradients.te_wgrad import CollectingStore, EngineLayers, why_whole
+from adaptra_megatron.megatron.state.attempt_state import AttemptState
 
 WIDTH, ROWS, MICRO_BATCHES = 8, 6, 4
 WHOLE = "B0 B1 B2 B3"
@@ -167,6 +168,16 @@ def test_gradients_are_those_of_the_layers_own_delaying(queue: WeightGradientQue
     for name, gradient in theirs.gradients().items():
         assert gradient.abs().sum() > 0
         assert torch.equal(gradient, ours.gradients()[name]), name
+
+
+def test_what_layers_have_delayed_themselves_ends_with_the_attempt() -> None:
+    model = Model("Linear", delay_wgrad_compute=True, fused=True, bias=False)
+    state = AttemptState([model])
+    state.keep()
+    model.run(0)[1].backward()  # type: ignore[no-untyped-call]
+    assert not any(layer.wgrad_store.context.empty() for layer in model.stack)
+    state.restore()
+    assert all(layer.wgrad_store.context.empty() for layer in model.stack)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ In megatron-core 0.14 to 0.20, forwards and finalize_model_grads change this sta
 1. buffers of the model: routers count their tokens (`local_tokens_per_expert`), finalize_model_grads moves their biases
    by these counts (`expert_bias`) and zeroes the counts, and the global auxiliary loss has sums of its own
    (transformer/moe/router.py, distributed/finalize_model_grads.py);
-2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, to which all micro-batches add.
+2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, to which all micro-batches add;
+3. weight gradients that --delay-wgrad-compute has delayed: layers compute them first in, first out, so that what an
+   attempt has left would be added by the next one.
 
 The sums are averaged over data-parallel ranks when they are logged. While cells are dead, live ranks add up those of
 other micro-batches, too, so they are averaged at once (`AttemptState.average_sums`).
@@ -50,6 +52,7 @@ class AttemptState:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._model_chunks = model_chunks
         self._buffers: list[torch.Tensor] = []
         self._sums: dict[tuple[str, ...], torch.Tensor] = {}
 
@@ -73,6 +76,10 @@ class AttemptState:
                 value.copy_(self._sums[name])
             else:
                 value.zero_()  # the attempt made it
+        for module in (module for chunk in self._model_chunks for module in torch.nn.Module.modules(chunk)):
+            delayed = getattr(getattr(module, "wgrad_store", None), "context", None)
+            while delayed is not None and not delayed.empty():
+                delayed.get()
 
     def average_sums(self, group: FaultTolerantGroup) -> None:
         """Replace what this attempt has added to the sums by its mean over all members of `group`, which is of one
