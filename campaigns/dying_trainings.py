@@ -107,7 +107,7 @@ class Layout:
         layout = (
             f"--emulate-cpu --pipeline-model-parallel-size {self.stages} --tensor-model-parallel-size {self.tensor} "
             f"--expert-model-parallel-size {self.expert} "
-            f"--num-layers {self.stages} --mock-data --no-gradient-accumulation-fusion --hidden-size 32 "
+            f"--num-layers {self.stages} --mock-data --hidden-size 32 "
             f"--seq-length 16 --global-batch-size {self.micro_batches * self.replicas * self.expert} "
             f"--train-iters {self.iterations} --eval-iters 1 --eval-interval {self.iterations // 2} "
             f"--dump-state {directory} {exact} {self.adaptra} {self.flags.format(directory=directory)}"
@@ -148,18 +148,19 @@ the last one, of 44 MB of gradients per stage, a reduction is under way for long
 def train(
     layout: Layout,
     directory: Path,
-    server: ForkServer,
+    server: ForkServer | None,
     deaths: Sequence[str] = (),
     *,
     late: Sequence[str] = (),
     back: Sequence[int] = (),
     host: Host | None = None,
+    program: Sequence[str] = (),
 ) -> list[RankResult]:
     """One training. `deaths`, `late`: see `Layout.arguments`. `back`: iterations that wait until all ranks that have
-    died have been started again; without any no rank is. `host`: that of the job. Raises LaunchError for a training
-    that hangs."""
+    died have been started again; without any no rank is. `host`: that of the job. `program`: a script that runs the
+    training's script. Raises LaunchError for a training that hangs."""
     waits = (word for iteration in back for word in ("--emulate-wait-for-arrivals", str(iteration)))
-    argv = [TRAIN_GPT, *layout.arguments(directory, deaths, late), *waits]
+    argv = [*program, TRAIN_GPT, *layout.arguments(directory, deaths, late), *waits]
     return run_with_failures(
         layout.world_size,
         argv,

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from adaptra_megatron.megatron.refusals import (
     Refusal,
     UnsupportedFeatureError,
-    combines,
     either,
     graphs_of,
     has_experts,
@@ -200,11 +199,6 @@ REROUTING = (
         lambda settings: _keeps_scales(settings) and not getattr(settings, "tp_only_amax_red", False),
         "all replicas of a stage meet in each forward and backward for the largest values of their tensors, so none of "
         "them can compute another's micro-batch; other recipes have no such reduction",
-    ),
-    Refusal(
-        "combined 1F1B (--overlap-moe-expert-parallel-comm)",
-        combines,
-        "routed micro-batches are not combined",
     ),
 )
 """Features that --adaptra-reroute does not support. The groups that ranks have made decide on the first one again

@@ -28,8 +28,15 @@ class ExactGradient(torch.Tensor):
     def add_(self, other: Any, *, alpha: Any = 1) -> torch.Tensor:
         """Add the gradient of one micro-batch."""
         assert alpha == 1
-        steps = (other.to(self.dtype) / self.step).round_().clamp_(-LARGEST / STEP, LARGEST / STEP)
-        return torch.Tensor.add_(self, steps.mul_(self.step))
+        return torch.Tensor.add_(self, self._rounded(other))
+
+    def copy_(self, other: Any, non_blocking: bool = False) -> torch.Tensor:
+        """Begin with the gradient of the first micro-batch, as kernels that add on the way do."""
+        return torch.Tensor.copy_(self, self._rounded(other))
+
+    def _rounded(self, gradient: torch.Tensor) -> torch.Tensor:
+        steps = (gradient.to(self.dtype) / self.step).round_().clamp_(-LARGEST / STEP, LARGEST / STEP)
+        return steps.mul_(self.step)
 
 
 def make_sums_exact(model: Sequence[Any], replicas: int) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of trainings whose linear layers are Megatron's wrappers of those of a stand-in of Transformer Engine."""
+"""One rank of trainings whose linear layers are Megatron's wrappers of those of a stand-in of Transformer Engine: of
+variants, or of a script.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ import torch  # noqa: E402
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 
+from adaptra_megatron.tools.local_ranks.launch_ranks import run_script  # noqa: E402
 from testing.jobs import variants  # noqa: E402
 from testing.replacing import Replaced, Replacement  # noqa: E402
 from testing.training import model  # noqa: E402
@@ -61,7 +64,8 @@ def main() -> None:
             Replacement(model, "_build_chunk", chunk, reason),
         ]
     ):
-        variants._main(sys.argv[1:])
+        given = sys.argv[1:]
+        run_script(given) if given[0].endswith(".py") else variants._main(given)
 
 
 if __name__ == "__main__":

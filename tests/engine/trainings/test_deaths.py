@@ -51,7 +51,13 @@ SLOW_S = 1.0
 UNREACHED = "cannot send its measurements"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
 GRAPHS = "--bf16 --cuda-graph-impl transformer_engine --cuda-graph-scope full --cuda-graph-warmup-steps 1"
+COMBINED = f"{EXPERTS} {CHUNKS} --bf16 --overlap-moe-expert-parallel-comm --use-distributed-optimizer"
+DELAYED = (
+    "--delay-wgrad-compute --moe-shared-expert-intermediate-size 32 --emulate-fused-weight-gradient "
+    "--disable-bias-linear"
+)
 MTP = "--position-embedding-type rope --mtp-num-layers 1"
+ROUTERS = GRAPHS.replace("full", "attn moe_router")
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -123,6 +129,13 @@ RETURNS = (
         ("1:2:1", "6:2:3", "2:5:2"),
         slow=False,
     ),
+    Case("combined", Layout(2, 2, expert=2, flags=f"{COMBINED} {SHARDED}"), ("1:2:1", "6:5:3"), slow=False),
+    Case(
+        "combined-with-captured-routers",
+        Layout(2, 2, expert=2, flags=f"{COMBINED} {ROUTERS}"),
+        ("0:2:1", "6:5:6"),
+        slow=False,
+    ),
 )
 
 
@@ -147,6 +160,19 @@ def test_ranks_that_are_started_again_train_with_the_others(
         assert len(dumped(tmp_path / "deaths", rank)["grad norms"]) < ITERATIONS
     assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
     assert not any(UNREACHED in result.output for result in results), "the planner process has gone with its rank"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_layers_that_delay_weight_gradients_themselves_keep_none_of_an_attempt_that_is_redone(tmp_path: Path) -> None:
+    layout = Layout(2, 2, expert=2, flags=f"{COMBINED} {SHARDED} {DELAYED}")
+    program = (str(Path(__file__).with_name("delayed_ranks.py")),)
+    assert not any(result.returncode for result in train(layout, tmp_path / "peace", None, program=program))
+    deaths = ("1:2:5", "6:5:7")
+    results = train(layout, tmp_path / "deaths", None, deaths, back=(3, 6), program=program)
+    assert [result.returncode for result in results] == [0] * layout.world_size
+    assert [results[rank].output.count(BACK) for rank in (1, 6)] == [1, 1]
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
 
 
 @pytest.mark.timeout(150)
