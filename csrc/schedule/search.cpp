@@ -23,6 +23,10 @@ constexpr std::int64_t kDispatchWeight = 8;
 constexpr std::int64_t kLaunchWeight = 24;
 constexpr std::int64_t kHeadsAndTailsWeight = 8;
 constexpr std::int64_t kBoundWeight = 2 * kHeadsAndTailsWeight;  // with and without caps
+// Where chunks have combined actions, a long search ends with one for another group.
+constexpr std::int64_t kLong = 1000;  // least budget, in replays of the whole schedule
+constexpr double kUsualShare = 0.75;  // of the budget, for the usual group
+constexpr double kGroupsShare = 0.4;  // of the rest, at most, for comparing groups
 constexpr double kMemoryShare = 0.2;  // of the budget, at most, for holding less
 
 // Caps just above what hides the round trip from a stage to the last one and back, were it run at full speed.
@@ -81,6 +85,9 @@ Orders with_backwards(const Orders& orders, const Split& split) {
     return changed;
 }
 
+// The makespan at which a search ends.
+double enough(const Goal& goal) { return goal.bound * (1.0 + std::max(goal.gap, kSame)); }
+
 struct Seed {
     double makespan;
     Orders orders;
@@ -88,9 +95,10 @@ struct Seed {
 
 class Search {
 public:
-    Search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal)
+    Search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal, bool regroups)
         : problem_(problem), split_(split), known_(known), bound_(goal.bound),
-          combines_(!problem.combined_saving.empty()), enough_(goal.bound * (1.0 + std::max(goal.gap, kSame))), budget_(goal.budget), shares_queue_(problem.queue_matters()),
+          combines_(!problem.combined_saving.empty()), enough_(enough(goal)), budget_(goal.budget),
+          shares_queue_(problem.queue_matters()), regroups_(regroups),
           dispatcher_(problem), replay_(problem), group_(largest_group(problem, split)),
           actions_(actions_of(problem, split)),
           memory_steps_(static_cast<int>(
@@ -103,18 +111,19 @@ public:
 private:
     void seed();
     void seed_as_if_released(double share);
+    int best_group();
     double makespan_of(const Orders& orders);
     void improve();
     bool local_round(LocalSearch& local);
     void redispatch();
     void save_memory();
-    void attempt(const Policy& policy);
+    double attempt(const Policy& policy);
     void consider(const Orders& orders, double makespan);
     void remember(const Orders& orders, double makespan);
     bool within_caps(const Orders& orders) const;
     bool spent() const { return best_.simulated_actions >= budget_ - memory_steps_ * dispatch_actions(); }
     std::int64_t dispatch_actions() const { return kDispatchWeight * actions_; }
-    double least_cap(int stage) const { return room_needed(problem_, group_, stage, split_[stage]); }
+    double least_cap(int group, int stage) const { return room_needed(problem_, group, stage, split_[stage]); }
     bool good_enough() const { return best_.makespan <= enough_; }
     std::vector<double> tapered(const Taper& taper) const;
     Policy policy_with(const std::vector<double>& cap) const;
@@ -127,11 +136,11 @@ private:
     const bool combines_;
     const double enough_;
     const std::int64_t budget_;
-    const bool shares_queue_;
+    const bool shares_queue_, regroups_;
     Dispatcher dispatcher_;
     Replay replay_;
     std::optional<Launch> launch_;  // where there is a shared queue
-    const int group_;
+    int group_;  // of policies, in micro-batches
     const std::int64_t actions_;
     const int memory_steps_;  // what is kept of the budget for them
     Urgency remaining_;  // of any schedule: a lower bound
@@ -176,7 +185,6 @@ Policy Search::urgent_policy_with(const std::vector<double>& cap, double target,
 void Search::seed() {
     // Chosen on random cases: each of these wins where those before it do not.
     const std::vector<double>& full = problem_.cap;
-    const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
     for (bool combined : {false, true}) {
         for (bool delay_weights : {false, true}) {
             if (combined && !combines_) continue;
@@ -194,6 +202,8 @@ void Search::seed() {
         remember(orders, makespan);
         consider(orders, makespan);
     }
+    if (regroups_) group_ = best_group();
+    const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
     attempt(policy_with(full));
     attempt(urgent_policy_with(full, 0.0, 0));
     attempt(urgent_policy_with(full, bound_, kHorizon));
@@ -229,14 +239,34 @@ void Search::seed_as_if_released(double share) {
     }
 }
 
-void Search::attempt(const Policy& policy) {
-    if (!seeds_.empty() && (good_enough() || spent())) return;
-    if (dispatcher_.run(policy) == kNever) return;
+// Larger groups hide slow links, smaller ones leave room where caps are tight: one for each number of groups.
+int Search::best_group() {
+    int best = group_;
+    double least = kNever;
+    for (int groups = 1, last = 0; groups <= problem_.micro_batches; ++groups) {
+        group_ = (problem_.micro_batches + groups - 1) / groups;
+        if (group_ == last) continue;
+        if (best_.simulated_actions > kGroupsShare * budget_) break;
+        last = group_;
+        const double makespan = attempt(policy_with(problem_.cap));
+        if (makespan < least) {
+            least = makespan;
+            best = group_;
+        }
+    }
+    return best;
+}
+
+// Returns the makespan; kNever if nothing was dispatched.
+double Search::attempt(const Policy& policy) {
+    if (!seeds_.empty() && (good_enough() || spent())) return kNever;
+    if (dispatcher_.run(policy) == kNever) return kNever;
+    double least = kNever;
     if (policy.combine) {  // and once more without, which hides slow links better
         Policy apart = policy;
         apart.combine = false;
-        attempt(apart);
-        if (good_enough() || spent()) return;
+        least = attempt(apart);
+        if (good_enough() || spent()) return least;
         dispatcher_.run(policy);
     }
     // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
@@ -245,6 +275,7 @@ void Search::attempt(const Policy& policy) {
     if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
     remember(dispatcher_.orders(), makespan);
     consider(dispatcher_.orders(), makespan);
+    return std::min(least, makespan);
 }
 
 void Search::remember(const Orders& orders, double makespan) {
@@ -324,7 +355,7 @@ void Search::save_memory() {
     for (int step = 0; step < kMemorySteps && best_.simulated_actions + dispatch_actions() <= budget_; ++step) {
         const double share = 0.5 * (enough + too_little);
         for (int stage = 0; stage < problem_.stages; ++stage) {
-            const double wanted = std::max(least_cap(stage), std::ceil(share * peaks[stage]));
+            const double wanted = std::max(least_cap(best_policy_.group, stage), std::ceil(share * peaks[stage]));
             best_policy_.cap[stage] = std::min(problem_.cap[stage], wanted);
         }
         dispatcher_.run(best_policy_);
@@ -357,7 +388,7 @@ std::vector<double> Search::tapered(const Taper& taper) const {
         wanted[stage] += period > 0.0 ? taper.scale * round_trip / period : 0.0;
     }
     for (int stage = 0; stage < problem_.stages; ++stage) {
-        cap[stage] = std::min(cap[stage], std::max(least_cap(stage), std::ceil(wanted[stage])));
+        cap[stage] = std::min(cap[stage], std::max(least_cap(group_, stage), std::ceil(wanted[stage])));
     }
     return cap;
 }
@@ -371,7 +402,16 @@ bool Search::within_caps(const Orders& orders) const {
 }  // namespace
 
 SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal) {
-    return Search(problem, split, known, goal).run();
+    const bool is_long = goal.budget >= kLong * actions_of(problem, split);
+    const bool regroups = is_long && problem.chunks > 1 && !problem.combined_saving.empty();
+    Goal usual = goal;
+    if (regroups) usual.budget = static_cast<std::int64_t>(kUsualShare * goal.budget);
+    const SearchResult found = Search(problem, split, known, usual, false).run();
+    if (!regroups || found.orders.empty() || found.makespan <= enough(goal)) return found;
+    const Goal left{goal.bound, goal.gap, goal.budget - found.simulated_actions};
+    SearchResult other = Search(problem, split, {found.orders}, left, true).run();
+    other.simulated_actions += found.simulated_actions;
+    return other;
 }
 
 }  // namespace adaptra

@@ -22,7 +22,8 @@ struct Goal {
 
 // Looks for the orders of least makespan within the caps, among equals those of least memory; the same problem and goal
 // always give the same orders. `known`: complete orders to start from, besides stock's; their backwards are split or
-// joined as `split` says.
+// joined as `split` says. A long search with combined actions and several chunks tries other groups of micro-batches, too,
+// than the largest of at most one per stage that the caps have room for.
 SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal);
 
 }  // namespace adaptra

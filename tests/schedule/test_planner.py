@@ -143,6 +143,40 @@ def test_combined_plans_beat_stocks_order_healthy_and_over_a_slow_link(
             assert found.makespan_s < apart.makespan_s
 
 
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "latency_ms", "cap"),
+    [(2, 6, 20, 6), (2, 6, 40, 6), (2, 6, 60, 6), (2, 6, 20, 8), (4, 10, 60, 4)],
+)
+def test_combined_plans_group_micro_batches_as_slow_links_and_caps_ask(
+    stages: int, micro_batches: int, latency_ms: int, cap: float
+) -> None:
+    """More micro-batches in turn than stages where links are slow, fewer under a tight cap: both near the bound."""
+    slow, middle = LinkCost(latency_ms / 1000), stages // 2
+    costs = uniform_costs(
+        stages,
+        micro_batches,
+        chunks=2,
+        forward_s=0.01,
+        backward_input_s=0.01,
+        backward_weight_s=0.0075,
+        links={(middle - 1, middle): slow, (middle, middle - 1): slow},
+        max_in_flight=cap,
+        combined_saving=0.2,
+    )
+    planned = plan(costs)
+    assert_sound(planned, costs)
+    assert planned.gap <= 0.03
+
+
+@settings(max_examples=25, deadline=None)
+@given(costs=random_costs(varied=True, least_chunks=2, max_stages=4, rendezvous=True, combined=True))
+def test_a_longer_search_of_combined_plans_is_sound_repeatable_and_finds_nothing_slower(costs: Costs) -> None:
+    planned = plan(costs, patience_s=0.05)
+    assert_sound(planned, costs)
+    assert planned == plan(costs, patience_s=0.05)
+    assert planned.makespan_s <= plan(costs, patience_s=0.0).makespan_s
+
+
 def test_a_stage_keeps_its_backwards_whole_where_splitting_costs_more_than_it_gains() -> None:
     """A slow link; the first stage has most to do, and whole backwards save it time, elsewhere nothing."""
     costs = uniform_costs(
