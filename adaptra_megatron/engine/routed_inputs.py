@@ -355,7 +355,7 @@ class RoutableInputs:
             self._losses_of.append(home)
         if (feed := self._feeds[chunk]) is not None:
             feed.select(home)
-        return Input(feed, home.number)
+        return Input(feed, home.number, self._routed)
 
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
         """Return the losses for the training script, from the `losses` computed here and elsewhere.

@@ -76,10 +76,10 @@ class CombinedComputation(MegatronComputation):
         of_forward: dict[str, Any] = {}
         iterator = None
         if forward is not None:
-            iterator, number = self._inputs(forward.chunk, forward.micro_batch)
+            iterator, number, routed = self._inputs(forward.chunk, forward.micro_batch)
             of_forward = {
                 "f_model_chunk_id": forward.chunk,
-                "is_first_microbatch": self._is_first(forward.chunk),
+                "is_first_microbatch": self._is_first(forward.chunk, routed=routed),
                 "current_microbatch": number,
                 "collect_non_loss_data": call.collect_non_loss_data,
             }
