@@ -333,14 +333,28 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce several tensors over the live members."""
         options = dist.AllreduceCoalescedOptions() if opts is None else opts
         counts = counts_of(tensors)
+        scale = self._sum_means(options) if counts else None
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
-            if counts:
+            if scale is not None:
+                scale(outputs[: len(tensors)])
                 return self._sum_counted(native, outputs[: len(tensors)], outputs[len(tensors) :], options.reduceOp)
             self._reduced(outputs, options.reduceOp)
             return native.allreduce_coalesced(outputs, options)
 
         return self._run([*tensors, *counts], launch, own_memory=bool(counts))
+
+    def _sum_means(self, options: Any) -> Callable[[Sequence[torch.Tensor]], object]:
+        """Turn means of gradients over all replicas into sums, whose addends must first be passed to the result.
+
+        Means over the live ones would be too large: they have computed the failed ones' micro-batches, too. The counts
+        of these are summed with the same `options`.
+        """
+        if options.reduceOp != dist.ReduceOp.AVG:
+            return lambda addends: None
+        options.reduceOp = dist.ReduceOp.SUM
+        # Before the sum, as NCCL does (enqueue.cc, hostToDevRedOp).
+        return lambda addends: torch._foreach_div_(addends, self.size())
 
     def _sum_counted(
         self, native: Any, given: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], operation: Any
@@ -506,10 +520,13 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Reduce and scatter several tensors, each as `reduce_scatter_single`."""
         # Inputs are reduced in place.
-        scatters, many = [self._scattering(opts) for _ in outputs], len(outputs)
-        counts = [counts_of([each]) for each in inputs]
+        counts, many = [counts_of([each]) for each in inputs], len(outputs)
+        scale = self._sum_means(opts) if all(counts) else None
+        scatters = [self._scattering(opts) for _ in outputs]
 
         def launch(native: Any, changed: list[torch.Tensor]) -> Any:
+            if scale is not None:
+                scale(changed[many : 2 * many])
             pairs = zip(scatters, changed[:many], changed[many : 2 * many], counts, strict=True)
             return CoalescedWork([scatter(native, output, given, counted) for scatter, output, given, counted in pairs])
 

@@ -235,11 +235,6 @@ RECOVERY = (
         _LACKING,
     ),
     Refusal(
-        "--ddp-average-in-collective",
-        either("ddp_average_in_collective", "average_in_collective"),
-        "an average would be over the replicas that live",
-    ),
-    Refusal(
         "--use-megatron-fsdp",
         either("use_megatron_fsdp", "use_custom_fsdp"),
         "a rank that fails takes its shard of the parameters with it",

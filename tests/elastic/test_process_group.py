@@ -15,7 +15,7 @@ import torch.distributed as dist
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, is_communication
 from adaptra_megatron.elastic.generation import Generation, GenerationId
-from adaptra_megatron.elastic.process_group import FaultTolerantGroup, UnwrittenError
+from adaptra_megatron.elastic.process_group import COUNTS, FaultTolerantGroup, UnwrittenError
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 
 REPLICAS = 3
@@ -101,6 +101,17 @@ def test_means_are_over_the_live_outside_of_calls_and_refused_inside() -> None:
     groups._inside = True
     with pytest.raises(RuntimeError, match="means only outside of calls"):
         group.allreduce([given], options)
+
+
+def test_means_of_gradients_are_over_all_replicas_and_their_counts_are_sums() -> None:
+    groups, group = without_rank_1()
+    groups._inside = True
+    options, given, count = dist.AllreduceCoalescedOptions(), one(), torch.ones(1, dtype=torch.int32)
+    setattr(given, COUNTS, count)
+    options.reduceOp = dist.ReduceOp.AVG
+    group.allreduce_coalesced([given], options).wait()
+    assert torch.equal(given, one() / REPLICAS)
+    assert count.item() == 1
 
 
 def test_gathering_what_a_failed_rank_had_is_refused_unless_its_part_is_ignored() -> None:

@@ -383,8 +383,6 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "graph": ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
     "accumulation": ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
     "config's accumulation": ({"reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
-    "average": ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
-    "config's average": ({"average_in_collective": True}, "--ddp-average-in-collective"),
     "fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
     "delayed": ({"fp8": "hybrid", "tp_only_amax_red": True}, "--fp8-recipe delayed with --tp-only-amax-red"),
     "parameters": ({"fp8_param_gather": True}, "--fp8-param-gather"),
@@ -445,12 +443,12 @@ def test_replicas_that_share_the_largest_values_are_not_rerouted(reroute: str) -
 
 
 def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:
-    asked = {"num_experts": 8, "ddp_average_in_collective": True, "adaptra_reroute": "failures"}
+    asked = {"num_experts": 8, "optimizer_cpu_offload": True, "adaptra_reroute": "failures"}
     settings = SimpleNamespace(**MEETING[0], **asked, pipeline_model_parallel_size=2)
     features = prospects_of(settings).features
     assert [each.name.rpartition(" with ")[2] for each in features if each.effect == "refused"] == [
         "experts that span all data-parallel replicas, or a global auxiliary loss",
-        "--ddp-average-in-collective",
+        "--optimizer-cpu-offload",
     ]
 
 

@@ -46,6 +46,7 @@ PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PRECISION_AWARE = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+AVERAGED = "--ddp-average-in-collective"
 SLOW_S = 1.0
 """By which a busy machine may be late."""
 UNREACHED = "cannot send its measurements"
@@ -76,7 +77,7 @@ CASES = (
     Case("first-stage", Layout(3, 2), ("1:3:2",)),
     Case("last-stage-in-the-first-iteration", Layout(2, 2, flags=DROPOUT), ("3:0:1",)),
     Case("two-in-turn-of-the-same-stage", Layout(3, 2, flags=PER_TOKEN), ("4:2:4", "5:5:1"), slow=False),
-    Case("two-at-once-tied-over-4-stages", Layout(2, 4, flags="--overlap-grad-reduce"), ("0:3:5", "7:3:2")),
+    Case("two-at-once-tied-over-4-stages", Layout(2, 4, flags=f"{AVERAGED} --overlap-grad-reduce"), ("0:3:5", "7:3:2")),
     Case(
         "lane-of-a-cell-with-chunks",
         Layout(2, 2, tensor=2, flags=f"{CHUNKS} --sequence-parallel"),
@@ -84,7 +85,12 @@ CASES = (
         slow=False,
     ),
     Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {PER_TOKEN} {DROPOUT}"), ("1:3:2", "5:4:7")),
-    Case("owners-of-shards-in-two-stages", Layout(3, 2, flags=SHARDED), ("1:3:2", "5:4:1"), slow=False),
+    Case(
+        "owners-of-shards-in-two-stages",
+        Layout(3, 2, flags=f"{SHARDED} {AVERAGED}"),
+        ("1:3:2", "5:4:1"),
+        slow=False,
+    ),
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("1:3:2",)),
     Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("1:3:2", "6:4:1")),
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
