@@ -354,7 +354,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
             return lambda addends: None
         options.reduceOp = dist.ReduceOp.SUM
         # Before the sum, as NCCL does (enqueue.cc, hostToDevRedOp).
-        return lambda addends: torch._foreach_div_(addends, self.size())
+        return lambda addends: torch._foreach_div_(list(addends), self.size())
 
     def _sum_counted(
         self, native: Any, given: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], operation: Any

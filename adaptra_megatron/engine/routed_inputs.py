@@ -241,6 +241,17 @@ def _unpacked(row: torch.Tensor, like: Reports) -> dict[str, Any]:
     }
 
 
+def add_all_gradients(chunk: torch.nn.Module) -> None:
+    """Let Transformer Engine add the weight gradients of the next forward of `chunk`, whichever is computed first.
+
+    Those of a first micro-batch overwrite main_grad (linear.py, accumulate_wgrad_into_param_main_grad). If it is not
+    known whether a micro-batch is the first, they are added, and weights are cast anew.
+    """
+    for layer in chunk.modules():
+        if hasattr(layer, "is_first_microbatch"):
+            layer.is_first_microbatch = None  # type: ignore[assignment]
+
+
 class RoutableInputs:
     """Inputs and losses of one rank, for the life of the job. Used in training, and in evaluation if ranks may fail."""
 
@@ -324,7 +335,7 @@ class RoutableInputs:
         repeated = not call.forward_only and repeats_iteration()
         self._iteration = self._iteration if repeated else iteration
         self._routed, self._micro_batches = routed, call.micro_batches
-        self._last_place = call.last_place
+        self._chunks, self._last_place = call.model_chunks, call.last_place
         self._losses_of.clear()
         self._feeds = self._feeds_of(call)
         for feed, own in zip(self._feeds, call.data_iterators, strict=True):
@@ -355,6 +366,8 @@ class RoutableInputs:
             self._losses_of.append(home)
         if (feed := self._feeds[chunk]) is not None:
             feed.select(home)
+        if self._routed:
+            add_all_gradients(self._chunks[chunk])
         return Input(feed, home.number, self._routed)
 
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:

@@ -79,7 +79,7 @@ class CombinedComputation(MegatronComputation):
             iterator, number, routed = self._inputs(forward.chunk, forward.micro_batch)
             of_forward = {
                 "f_model_chunk_id": forward.chunk,
-                "is_first_microbatch": self._is_first(forward.chunk, routed=routed),
+                "is_first_microbatch": not routed and self._is_first(forward.chunk),
                 "current_microbatch": number,
                 "collect_non_loss_data": call.collect_non_loss_data,
             }

@@ -127,7 +127,7 @@ class Input(NamedTuple):
     number: int
     """Within its replica's iteration."""
     routed: bool = False
-    """Whether it is one of several replicas' micro-batches, whose gradients are added in any order."""
+    """Whether gradients of several replicas' micro-batches are added in any order: then none is the first."""
 
 
 def stock_inputs(call: PipelineCall) -> Callable[[int, int], Input]:
@@ -172,7 +172,7 @@ class MegatronComputation:
             collect_non_loss_data=call.collect_non_loss_data,
             # Stock sets it for num_microbatches_with_partial_activation_checkpoints, which is refused.
             checkpoint_activations_microbatch=None,
-            is_first_microbatch=self._is_first(chunk, routed=routed),
+            is_first_microbatch=not routed and self._is_first(chunk),
             current_microbatch=number,
             vp_stage=chunk if call.interleaved else None,
             is_last_stage=(call.stage, chunk) == call.last_place,
@@ -206,18 +206,11 @@ class MegatronComputation:
     ) -> torch.Tensor:
         raise AssertionError("a combined action is only for models with --overlap-moe-expert-parallel-comm")
 
-    def _is_first(self, chunk: int, *, routed: bool) -> bool:
+    def _is_first(self, chunk: int) -> bool:
         """Return what stock's forward_step gets as `is_first_microbatch`. Call it once per forward.
 
         Of the chunk, in the order that it runs: Transformer Engine casts weights to FP8 at the first forward.
         """
-        if routed:
-            # Its weight gradient may not be the first, and Transformer Engine overwrites main_grad with that of a first
-            # micro-batch (linear.py, accumulate_wgrad_into_param_main_grad). Of None it adds, and casts weights anew.
-            for layer in self._call.model_chunks[chunk].modules():
-                if hasattr(layer, "is_first_microbatch"):
-                    layer.is_first_microbatch = None
-            return False
         first = chunk not in self._begun
         self._begun.add(chunk)
         return bool(schedules.check_first_val_step(self._call.first_val_step, self._call.forward_only, first))

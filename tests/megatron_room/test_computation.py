@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 from support import stand_in_te
 
+from adaptra_megatron.engine.routed_inputs import add_all_gradients
 from adaptra_megatron.megatron.computation import Input, MegatronComputation
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
@@ -68,7 +69,13 @@ def main_gradient(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], *, ro
         first_val_step=None,
         forward_only=False,
     )
-    computation = MegatronComputation(call, WeightGradientQueue(layers), lambda _, number: Input(data, number, routed))
+
+    def inputs(_chunk: int, number: int) -> Input:
+        if routed:
+            add_all_gradients(chunk)
+        return Input(data, number, routed)
+
+    computation = MegatronComputation(call, WeightGradientQueue(layers), inputs)
     outputs = [computation.forward(0, micro_batch, None) for micro_batch in range(MICRO_BATCHES)]
     for micro_batch in order:
         outputs[micro_batch].square().sum().backward()

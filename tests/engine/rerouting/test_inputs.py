@@ -43,8 +43,11 @@ def data(replica: int, length: Any = length) -> RoutableMicroBatches:
 
 
 def call(iterator: Any, *, message_shape: Any = (1, 1, 1), dropout: float = 0.0) -> Any:
+    chunk = torch.nn.Linear(1, 1)
+    chunk.is_first_microbatch = False  # type: ignore[assignment]
     return SimpleNamespace(
         data_iterators=[iterator],
+        model_chunks=[chunk],
         groups=SimpleNamespace(dp=object()),
         message_shape=message_shape,
         micro_batches=MICRO_BATCHES,
@@ -97,6 +100,8 @@ def test_swapped_micro_batches_are_what_they_are_at_home(
             for number in range(MICRO_BATCHES):
                 given = cell(0, replica * MICRO_BATCHES + number if routed else number)
                 assert given.iterator is not None
+                assert given.routed is routed
+                assert made.model_chunks[0].is_first_microbatch is (None if routed else False)
                 home, place = next(given.iterator)
                 assert (place - iteration * MICRO_BATCHES) == given.number
                 assert drawn[-1] == (iteration, home, given.number, 0)
