@@ -751,8 +751,13 @@ def make_links(gpus: Gpus) -> Iterator[Callable[..., Links]]:
 
 def test_messages_take_the_device_path_once_it_is_proven(make_links: Callable[..., Links]) -> None:
     links = make_links(specification=FIXED)
+
     # Both directions: a thread that posts also launches the probes that the other direction has pending.
-    until(lambda: all(end.path_counters().path is Path.DEVICE and end._paths.receiver.carries for end in links.ends))
+    def proven() -> bool:
+        links.gpus.devices[1].run()
+        return all(end.path_counters().path is Path.DEVICE and end._paths.receiver.carries for end in links.ends)
+
+    until(proven)
     for number in range(10):
         links.ends[1].post_receive(key(number))
         links.send(number)

@@ -152,7 +152,10 @@ def delegate_stopped(make: Make) -> None:
     assert counters.delegate_starts >= 2 - dist.get_rank()
     assert counters.links[peer].unacknowledged == 0
     assert not alive(victim) or dist.get_rank() == 1, "the stopped delegate is still there"
-    assert 0.5 < longest_s < FAILOVER_S, f"the exchange that it struck took {longest_s:.2f} s"
+    # At one end perhaps: the other may have had all that it waits for, and waits for the first one to agree.
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, longest_s)
+    assert 0.5 < max(of_ranks) < FAILOVER_S, f"the longest exchange of each rank took {of_ranks} s"
     sys.stdout.write(f"stopped delegate: traffic stood for {longest_s:.2f} s\n")
     dist.barrier()
     transport.close()
