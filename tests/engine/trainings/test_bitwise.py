@@ -185,6 +185,7 @@ def check_ran(reports: list[VariantReport], case: Case) -> None:
 COVERED = {
     "pp2-variable-lengths",
     "pp4-vpp2-lengths-that-differ-blocking",
+    "pp2-bf16",
     "pp4",
     "pp2-vpp2",
     "pp4-vpp2",
