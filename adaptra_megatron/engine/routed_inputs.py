@@ -241,15 +241,19 @@ def _unpacked(row: torch.Tensor, like: Reports) -> dict[str, Any]:
     }
 
 
-def add_all_gradients(chunk: torch.nn.Module) -> None:
-    """Let Transformer Engine add the weight gradients of the next forward of `chunk`, whichever is computed first.
+def layers_with_a_first(chunk: torch.nn.Module) -> list[Any]:
+    """Return the layers of Transformer Engine that treat a first micro-batch differently."""
+    return [layer for layer in chunk.modules() if hasattr(layer, "is_first_microbatch")]
+
+
+def add_all_gradients(layers: Sequence[Any]) -> None:
+    """Let Transformer Engine add the weight gradients of the next forward of `layers`, whichever is computed first.
 
     Those of a first micro-batch overwrite main_grad (linear.py, accumulate_wgrad_into_param_main_grad). If it is not
     known whether a micro-batch is the first, they are added, and weights are cast anew.
     """
-    for layer in chunk.modules():
-        if hasattr(layer, "is_first_microbatch"):
-            layer.is_first_microbatch = None  # type: ignore[assignment]
+    for layer in layers:
+        layer.is_first_microbatch = None
 
 
 class RoutableInputs:
@@ -335,7 +339,9 @@ class RoutableInputs:
         repeated = not call.forward_only and repeats_iteration()
         self._iteration = self._iteration if repeated else iteration
         self._routed, self._micro_batches = routed, call.micro_batches
-        self._chunks, self._last_place = call.model_chunks, call.last_place
+        self._layers = [layers_with_a_first(chunk) for chunk in call.model_chunks] if routed else []
+        """By chunk."""
+        self._last_place = call.last_place
         self._losses_of.clear()
         self._feeds = self._feeds_of(call)
         for feed, own in zip(self._feeds, call.data_iterators, strict=True):
@@ -367,7 +373,7 @@ class RoutableInputs:
         if (feed := self._feeds[chunk]) is not None:
             feed.select(home)
         if self._routed:
-            add_all_gradients(self._chunks[chunk])
+            add_all_gradients(self._layers[chunk])
         return Input(feed, home.number, self._routed)
 
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:

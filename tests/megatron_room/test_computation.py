@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 from support import stand_in_te
 
-from adaptra_megatron.engine.routed_inputs import add_all_gradients
+from adaptra_megatron.engine.routed_inputs import add_all_gradients, layers_with_a_first
 from adaptra_megatron.megatron.computation import Input, MegatronComputation
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
@@ -72,7 +72,7 @@ def main_gradient(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], *, ro
 
     def inputs(_chunk: int, number: int) -> Input:
         if routed:
-            add_all_gradients(chunk)
+            add_all_gradients(layers_with_a_first(chunk))
         return Input(data, number, routed)
 
     computation = MegatronComputation(call, WeightGradientQueue(layers), inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Transformer Engine's FusedAdam stores comes to another rank to the bit, with scales and low halves."""
+"""The state of Transformer Engine's FusedAdam reaches another rank bit by bit, with scales and low halves."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ OURS = "--adaptra --emulate-prompt-planner --emulate-exact-times --emulate-compu
 SAVES, LOSES = "30,30,22,0.8", "30,30,22,1.2"
 """The last number: what a combined action takes, as a part of its halves."""
 SLOW = "--emulate-slow-link 0-1:latency_ms=30,path=both,from=6"
-"""Of this latency, about half of the pairs pay; of 80 ms hardly one does, and plans with none are as good."""
+"""With this latency, combining pays for about half of the pairs. With 80 ms, plans that combine none are as good."""
 
 
 def ran(report: VariantReport) -> Schedule:
