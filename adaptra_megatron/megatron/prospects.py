@@ -17,6 +17,7 @@ from adaptra_megatron.megatron.feature_refusals import errors_of_flags, ranks_of
 from adaptra_megatron.megatron.gradients.split_rules import SplitRule, expected_layers, rule_for
 from adaptra_megatron.megatron.refusals import (
     combines,
+    generates,
     graphs_of,
     kept_in_order,
     pipeline_stages,
@@ -26,6 +27,7 @@ from adaptra_megatron.megatron.refusals import (
 from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS, hardware_queues
 
+_FORWARDS_ALONE = "forwards alone (forward_only, or a script that generates text)"
 STARTS, LESS, REFUSED = "starts", "starts with less", "refused"
 
 
@@ -67,13 +69,13 @@ def prospects_of(settings: Any) -> Prospects:
     features = [*_refused(settings)]
     in_order = kept_in_order(settings) if getattr(settings, "adaptra_policy", "adapt") == "observe" else []
     runs = not any(feature.effect == REFUSED for feature in features)
-    forwards_alone = getattr(settings, "forward_only", None) is True
+    forwards_alone = getattr(settings, "forward_only", None) is True or generates(settings)
     adapts = getattr(settings, "adaptra_policy", "adapt") == "adapt"
     splits = runs and stages != 1 and not forwards_alone and adapts
     if runs and stages == 1:
         features.append(Feature("a pipeline of 1 stage", "less", "there is no order to adapt", "none"))
     elif runs and forwards_alone:
-        features.append(Feature("forwards alone (forward_only)", "less", "not trained: no backward moves", "none"))
+        features.append(Feature(_FORWARDS_ALONE, "less", "not trained: no backward moves", "none"))
     features += [
         Feature(name, "less", "observed only: stock's schedule runs, and its actions are not timed", "none")
         for name in in_order

@@ -49,21 +49,38 @@ combines = setting("overlap_moe_expert_parallel_comm")
 """Whether Megatron trains with combined 1F1B."""
 
 
+def generates(settings: Any) -> bool:
+    """Return whether a script generates text and never trains; scripts that train do not know this flag."""
+    return getattr(settings, "num_tokens_to_generate", None) is not None
+
+
 def graphs_of(config: Any) -> str:
-    """Return what makes CUDA graphs (--cuda-graph-impl), by old names, too; "none" if nothing does."""
+    """Return what makes CUDA graphs in training (--cuda-graph-impl), by old names, too; "none" if nothing does."""
     found = str(getattr(config, "cuda_graph_impl", None) or "none")
     if found == "none" and getattr(config, "external_cuda_graph", False):
         return "transformer_engine"
-    return "local" if found == "none" and getattr(config, "enable_cuda_graph", False) else found
+    if found == "none" and getattr(config, "enable_cuda_graph", False):
+        found = "local"
+    if found == "local" and "full_iteration" in str(getattr(config, "cuda_graph_scope", "")):
+        return "full_iteration"
+    # Megatron's RL takes layers out of their graphs to train (rl_utils.py: toggle_cuda_graphs).
+    rolls_out = getattr(config, "perform_rl_step", False) and not getattr(config, "rl_training_cuda_graphs", False)
+    return "none" if found == "local" and (rolls_out or generates(config)) else found
 
 
 has_experts = either("num_experts", "num_moe_experts")
 REFUSALS = (
     Refusal(
-        "CUDA graphs (--cuda-graph-impl) other than Transformer Engine's",
-        lambda config: graphs_of(config) not in ("none", "transformer_engine"),
-        "Transformer Engine's alone are captured in an order that can be given",
+        "CUDA graphs of whole iterations (--cuda-graph-impl full_iteration, or local with this scope)",
+        lambda config: graphs_of(config) not in ("none", "local", "transformer_engine"),
+        "one graph has all forwards, backwards and messages in stock's order",
         by_order=True,
+    ),
+    Refusal(
+        "CUDA graphs of layers that Megatron makes itself (--cuda-graph-impl local)",
+        lambda config: graphs_of(config) == "local",
+        "they return a stage's output as a view, and schedules fail when they free it: no pipeline trains with them. "
+        "Use --cuda-graph-impl transformer_engine",
     ),
     Refusal(
         "hybrid context parallelism (--hybrid-context-parallel)",

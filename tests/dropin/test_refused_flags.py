@@ -15,9 +15,8 @@ from support.start_up import check_start_up_line
 pytestmark = needs_megatron_lm
 
 REFUSED = {
-    ("--cuda-graph-impl", "local"): "CUDA graphs (--cuda-graph-impl)",
-    ("--enable-cuda-graph",): "CUDA graphs (--cuda-graph-impl)",
-    ("--external-cuda-graph",): "CUDA graphs (--cuda-graph-impl)",
+    ("--cuda-graph-impl", "local"): "CUDA graphs of layers that Megatron makes itself (--cuda-graph-impl local)",
+    ("--enable-cuda-graph",): "CUDA graphs of layers that Megatron makes itself (--cuda-graph-impl local)",
     ("--hybrid-context-parallel",): "hybrid context parallelism (--hybrid-context-parallel)",
     ("--fine-grained-activation-offloading",): "fine-grained activation offloading",
     ("--use-megatron-fsdp",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",

@@ -13,8 +13,9 @@ from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
 from megatron.core import ModelParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.config import AdaptraConfig
@@ -49,8 +50,8 @@ except ImportError:  # before 0.16
     layer_wise = None
 
 SETTINGS: dict[str, tuple[Any, str]] = {
-    "cuda_graph_impl": ("local", "--cuda-graph-impl"),
-    "enable_cuda_graph": (True, "CUDA graphs"),
+    "cuda_graph_impl": ("full_iteration", "--cuda-graph-impl full_iteration"),
+    "enable_cuda_graph": (True, "--cuda-graph-impl local"),
     "hybrid_context_parallel": (True, "--hybrid-context-parallel"),
     "fine_grained_activation_offloading": (True, "--fine-grained-activation-offloading"),
     "use_ring_exchange_p2p": (True, "use_ring_exchange_p2p"),
@@ -207,7 +208,7 @@ def test_megatrons_own_settings_switch_cuda_graphs_on_in_a_way_that_is_seen() ->
     for name, graphs in found.items():
         for config in (TransformerConfig(**sizes, **{name: True}), SimpleNamespace(**{name: True})):
             assert graphs_of(config) == graphs
-            assert REFUSALS[0].is_on(config) == (graphs == "local")
+            assert any(each.is_on(config) for each in REFUSALS) == (graphs == "local")
     assert graphs_of(TransformerConfig(**sizes)) == "none"
 
 
@@ -221,6 +222,28 @@ def test_graphs_are_refused_where_their_order_is_not_ours(graphs: str) -> None:
     untied = {"untie_embeddings_and_output_weights": True, "adaptra_staggered_optimizer": True}
     (error,) = errors_of_flags(SimpleNamespace(**pipeline, **untied))
     assert "CUDA graphs (--cuda-graph-impl)" in str(error)
+
+
+def test_graphs_that_no_training_has_are_not_refused() -> None:
+    local = {"pipeline_model_parallel_size": 2, "cuda_graph_impl": "local"}
+    learns, generates = {"perform_rl_step": True}, {"num_tokens_to_generate": 30}
+    for settings in (learns, generates):
+        assert not refused_of(SimpleNamespace(**local, **settings))
+        (refusal,) = refused_of(SimpleNamespace(**local, **settings, cuda_graph_scope=["full_iteration"]))
+        assert "whole iterations" in refusal.feature
+    (refusal,) = refused_of(SimpleNamespace(**local, **learns, rl_training_cuda_graphs=True))
+    assert "local" in refusal.feature
+    text = refused(Model(cuda_graph_impl="local"))
+    assert "no pipeline trains with them" in text, "whatever the arguments were"
+
+
+def test_stock_cannot_free_the_output_of_a_layer_that_it_records_for_a_graph() -> None:
+    """Mended by a release, this is no reason any more to refuse them."""
+    runner = SimpleNamespace(status=cuda_graphs._GraphStatus.FWD_READY)
+    output = cuda_graphs._CudagraphRecordNode.apply(runner, 1.0 * torch.ones(2, requires_grad=True))
+    schedules.deallocate_output_tensor(output, False)
+    with pytest.raises(AssertionError, match="view of another tensor"):
+        schedules.deallocate_output_tensor(output, True)
 
 
 def test_several_tensors_per_message_are_refused() -> None:
