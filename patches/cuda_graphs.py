@@ -17,7 +17,7 @@ _MODULE = "megatron.core.transformer.cuda_graphs"
 
 
 def _layers(runtime: AdaptraRuntime) -> CapturedLayers:
-    from adaptra_megatron.engine.captured_iterations import LayerCapture
+    from adaptra_megatron.engine.features import LayerCapture
 
     return runtime.feature(LayerCapture).layers
 

@@ -164,7 +164,7 @@ class Recovery(IterationHooks):
         _refuse(call, pipeline.book.layout, feature.sharded_optimizers)
         _hold_copies(pipeline.job, feature.sharded_optimizers)
         self._kept = AttemptState(call.model_chunks)
-        self._groups.before_leaving += [each.drop for each in pipeline.hooks if isinstance(each, CapturedIterations)]
+        self._groups.before_leaving.append(self._drop_records)
         joining, feature.joining = feature.joining, None
         if joining is not None:
             # Before the meeting: a rejoining rank must run the others' plan in its first iteration.
@@ -240,6 +240,11 @@ class Recovery(IterationHooks):
         check()  # what interrupted the exchange may have come before this one
         pipeline.begin_anew(call, degraded=bool(generation.dead_cells))
         pipeline.telemetry.lead(leads=leads)
+
+    def _drop_records(self) -> None:
+        for each in self.pipeline.hooks:
+            if isinstance(each, CapturedIterations):
+                each.drop()
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
         """See IterationHooks. Counts micro-batches."""

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.common.environment import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.engine.captured_iterations import LayerCapture
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
+from adaptra_megatron.megatron.refusals import records_order
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
     from adaptra_megatron.engine.pipeline import Pipeline
     from adaptra_megatron.engine.training_job import Job
+    from adaptra_megatron.megatron.captured_layers import CapturedLayers
     from adaptra_megatron.megatron.computation import StageComputation
     from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
     from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
@@ -123,6 +125,44 @@ class SplitBackwards(IterationHooks):
 
     def made(self, call: PipelineCall) -> None:
         self._layers.split(call.model_chunks, call.config)
+
+
+class LayerCapture(EngineFeature):
+    """Has the plan's order recorded where Megatron records stock's: see engine.captured_iterations."""
+
+    def __init__(self, queue: WeightGradientQueue, *, deferred: bool = False) -> None:
+        """`queue`, `deferred`: see CapturedLayers."""
+        super().__init__()
+        self.queue, self._deferred = queue, deferred
+
+    @functools.cached_property
+    def layers(self) -> CapturedLayers:
+        """The layers that are captured as CUDA graphs, for a job that captures any."""
+        from adaptra_megatron.megatron.captured_layers import CapturedLayers
+
+        return CapturedLayers(self.queue, deferred=self._deferred)
+
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
+        return _UntilRecorded(pipeline, self)
+
+    def summary(self) -> Mapping[str, Any]:
+        return {"graph_captures": self.layers.captures} if "layers" in vars(self) else {}
+
+
+class _UntilRecorded(IterationHooks):
+    """Gives its place to CapturedIterations in a job of which an order is recorded."""
+
+    def __init__(self, pipeline: Pipeline, capture: LayerCapture) -> None:
+        super().__init__(pipeline)
+        self._capture = capture
+
+    def made(self, call: PipelineCall) -> None:
+        if records_order(call.config):
+            from adaptra_megatron.engine.captured_iterations import CapturedIterations
+
+            hooks = self.pipeline.hooks
+            hooks[hooks.index(self)] = recorded = CapturedIterations(self.pipeline, self._capture)
+            recorded.made(call)
 
 
 def make_features(
