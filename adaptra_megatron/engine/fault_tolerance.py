@@ -14,7 +14,6 @@ import torch
 from adaptra_megatron.common.membership import MembershipRecords
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.decisions import Decision, Moved, decision_of
 from adaptra_megatron.control.exchange import PlanExchange
 from adaptra_megatron.elastic.failure_errors import LateRankError
@@ -32,9 +31,8 @@ from adaptra_megatron.megatron.compat import data_parallel_group
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
 from adaptra_megatron.megatron.feature_refusals import refuse_for_recovery
 from adaptra_megatron.megatron.megatron_call import PipelineCall
-from adaptra_megatron.megatron.megatron_iteration import forget_gradients
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
-from adaptra_megatron.megatron.state.attempt_state import AttemptState
+from adaptra_megatron.megatron.state.attempt_state import AttemptState, forget_attempt
 from adaptra_megatron.megatron.state.background_saves import BackgroundSaves
 from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.telemetry.events import RanksLost, RanksReturned
@@ -161,7 +159,7 @@ class Recovery(IterationHooks):
         launcher that reports live ranks.
         """
         feature, pipeline = self._feature, self.pipeline
-        _refuse(call, pipeline.book.layout, feature.sharded_optimizers)
+        _refuse(call, feature.sharded_optimizers)
         _hold_copies(pipeline.job, feature.sharded_optimizers)
         self._kept = AttemptState(call.model_chunks)
         self._groups.before_leaving.append(self._drop_records)
@@ -206,7 +204,7 @@ class Recovery(IterationHooks):
         if not again:
             self._kept.keep()
             return
-        forget_gradients(call)
+        forget_attempt(call)
         self._kept.restore()
 
     def _enter(self, call: PipelineCall, generation: Generation) -> None:
@@ -390,7 +388,7 @@ def _hold_copies(job: Job, optimizers: Sequence[Any]) -> None:
             ) from cause
 
 
-def _refuse(call: PipelineCall, layout: Layout, optimizers: Sequence[Any]) -> None:
+def _refuse(call: PipelineCall, optimizers: Sequence[Any]) -> None:
     """Raise UnsupportedFeatureError, before any computation, for features that cannot be repeated or that fail with a
     rank.
 
@@ -398,13 +396,8 @@ def _refuse(call: PipelineCall, layout: Layout, optimizers: Sequence[Any]) -> No
     """
     ddp: Any = call.model_chunks[0].ddp_config
     refuse_for_recovery("failures", call.config, ddp, *(optimizer.config for optimizer in optimizers))
-    reasons = {
-        "a distributed optimizer that was made before --adaptra was enabled": (
-            bool(ddp.use_distributed_optimizer) and not optimizers,
-            "a rank that fails would take its shard of the optimizer's state with it",
-        ),
-        "CUDA_DEVICE_MAX_CONNECTIONS=1": (layout.shared_queue, "routes between replicas need several hardware queues"),
-    }
-    for feature, (is_on, reason) in reasons.items():
-        if is_on:
-            raise UnsupportedFeatureError(f"{_FLAG} does not run with {feature}: {reason}. Drop one of the two")
+    if ddp.use_distributed_optimizer and not optimizers:
+        raise UnsupportedFeatureError(
+            f"{_FLAG} does not run with a distributed optimizer that was made before --adaptra was enabled: a rank "
+            "that fails would take its shard of the optimizer's state with it. Drop one of the two"
+        )

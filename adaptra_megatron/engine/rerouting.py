@@ -13,7 +13,14 @@ from adaptra_megatron.common.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.deciders.route_decider import CellAction, CellOrder, cell_orders, moved_by
+from adaptra_megatron.control.deciders.route_decider import (
+    CellAction,
+    CellOrder,
+    cell_costs,
+    cell_order,
+    cell_orders,
+    moved_by,
+)
 from adaptra_megatron.control.decisions import Decision, Moved, RoutingSection
 from adaptra_megatron.control.sidecar.planner_client import PlannerClient
 from adaptra_megatron.elastic.failure_errors import LateRankError
@@ -31,7 +38,7 @@ from adaptra_megatron.schedule.jobs.job_costs import JobCosts
 from adaptra_megatron.schedule.routing.interleaved import dispatch_interleaved, routing_around
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
 from adaptra_megatron.schedule.routing.routed_planner import plan_routed
-from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule
+from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedMessage, RoutedSchedule
 from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, needed, produced
 from adaptra_megatron.transport.message_keys import TransportError, TwoPathTransport
 
@@ -100,7 +107,7 @@ class DegradedRoutes:
 
     def _plan(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
         dead = self._generation.dead_cells
-        costs = replace(costs, backward_s=None)
+        costs = cell_costs(costs)
         count = self._layout.replicas
         if costs.chunks > 1:
             simulation = dispatch_interleaved(costs, routing_around(dead, count, costs.stages, costs.micro_batches))
@@ -116,8 +123,7 @@ class DegradedRoutes:
 
 
 def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: int, chunks: int = 1) -> CellOrder:
-    """Return the order of forwards at every cell, by number and replica. It is the same at all cells, so that their
-    waits form no cycle.
+    """Return the order of forwards at this rank's cell.
 
     Micro-batches of a dead cell are dealt out to its live peers. With several chunks, as many micro-batches as there
     are stages run before the next chunk does, as in Megatron.
@@ -125,23 +131,23 @@ def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: in
     own, stages = layout.cell, 1 + max(cell.stage for cell in layout.cells)
     routing = routing_around(dead, layout.replicas, stages, micro_batches)
     schedule = RoutedSchedule(routing=routing, orders=(), chunks=chunks)
-    mine = sorted(
-        (number // stages, chunk, number, replica)
+
+    def rank(stage: int, chunk: int, micro_batch: int, replica: int) -> tuple[int, ...]:
+        return micro_batch // stages, chunk, micro_batch, replica, stage
+
+    def made(message: RoutedMessage) -> tuple[int, ...]:
+        stage = message.source.stage
+        return rank(stage, message.chunk - (stage == stages - 1), message.micro_batch, message.replica)
+
+    ranks = sorted(
+        rank(own.stage, chunk, number, replica)
         for number in range(micro_batches)
         for replica in range(layout.replicas)
         for chunk in range(chunks)
         if routing.cell(own.stage, replica, number) == own
     )
-    actions, receives = [], list[int]()
-    for place, (_, chunk, number, replica) in enumerate(mine):
-        action = RoutedAction(Kind.FORWARD, replica, number, chunk)
-        needed, sent = schedule.needed(own.stage, action), schedule.produced(own.stage, action)
-        if needed is not None:
-            receives.append(place)
-        source = None if needed is None else needed.source.replica
-        target = None if sent is None else sent.target.replica
-        actions.append(CellAction(Kind.FORWARD.value, chunk, replica, number, source, target, len(receives)))
-    return CellOrder(tuple(actions), tuple(receives), None, 0.0)
+    order = [RoutedAction(Kind.FORWARD, replica, number, chunk) for _, chunk, number, replica, _ in ranks]
+    return cell_order(schedule, own.stage, order, ranks, made)
 
 
 # A cell's order of routed micro-batches, as the executor runs it.
@@ -156,11 +162,6 @@ def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> P
         Action(layout.cell.stage, Kind(each.kind), each.chunk, each.replica * schedule.micro_batches + each.micro_batch)
         for each in order.actions
     ]
-    last_gradient = {
-        action.chunk: index
-        for index, action in enumerate(actions)
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    }
     steps = tuple(
         ProgramStep(
             position=index,
@@ -169,7 +170,7 @@ def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> P
             send=_message(produced(action, schedule.placement), each, layout),
             receives_before=each.receives_before,
             receives_before_send=each.receives_before,
-            completes_chunk=last_gradient.get(action.chunk) == index,
+            completes_chunk=False,  # cells have no common order: all reductions come after all actions
         )
         for index, (action, each) in enumerate(zip(actions, order.actions, strict=True))
     )

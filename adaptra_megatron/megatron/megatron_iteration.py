@@ -49,23 +49,6 @@ def iteration(call: PipelineCall) -> Iterator[Any]:
         config.timers("forward-backward").stop()
 
 
-def forget_gradients(call: PipelineCall) -> None:
-    """Reset the model's gradients and reductions after an attempt that did not finish, before the next attempt.
-
-    Afterwards gradients are zero and no reduction is pending (distributed/param_and_grad_buffer.py:
-    _ParamAndGradBucketGroup).
-    """
-    chunk: Any
-    for chunk in call.model_chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            group.grad_reduce_handle = None
-            if hasattr(group, "per_param_grad_ready_counts"):
-                group.per_param_grad_ready_counts = {}
-        chunk.zero_grad_buffer()
-        for parameter in chunk.parameters():
-            parameter.grad = None
-
-
 def free_content(call: PipelineCall, output: torch.Tensor) -> None:
     """Free the memory of an output that the transport has taken over: autograd needs only its graph."""
     schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)

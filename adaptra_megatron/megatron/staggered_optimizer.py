@@ -28,8 +28,8 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.megatron.computation import StageComputation
 from adaptra_megatron.megatron.feature_refusals import refuse_for_staggering
 from adaptra_megatron.megatron.megatron_call import PipelineCall
-from adaptra_megatron.megatron.megatron_iteration import forget_gradients
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.megatron.state.attempt_state import forget_attempt
 from adaptra_megatron.transport.gpu.training_device import current_stream
 
 logger = logger_of(__name__)
@@ -339,7 +339,7 @@ class RepeatableIteration:
 
     def rewind(self) -> None:
         """Prepare `call` to run again: zero gradients, and the same data and random numbers."""
-        forget_gradients(self._given)
+        forget_attempt(self._given)
         for each in self._data:
             if each is not None:
                 each.rewind()

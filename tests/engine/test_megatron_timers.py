@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.engine.execution.stage_program import compile_program
 from adaptra_megatron.engine.measuring import add_times
+from adaptra_megatron.megatron.state.attempt_state import forget_attempt
 from adaptra_megatron.schedule.classic import split_backward, stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord
@@ -85,6 +87,17 @@ def test_less_detail_is_left_alone(level: int) -> None:
     timers = Timers(level, "max")
     add_times(timers, report_of(0))
     assert not timers._timers
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize("level", [0, 2])
+def test_an_attempt_that_failed_within_an_action_times_nothing(level: int) -> None:
+    timers = Timers(level, "max")
+    call: Any = SimpleNamespace(config=SimpleNamespace(timers=timers), model_chunks=[])
+    for _attempt in range(2):
+        for name in ("forward-compute", "backward-compute"):
+            timers(name, log_level=2).start()
+        forget_attempt(call)
 
 
 def test_a_pipeline_is_timed_without_waiting_for_the_device(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ class Call:
 
     data_iterators: list[Any] = field(default_factory=list)
     model_chunks: list[Any] = field(default_factory=list)
+    config: Any = field(default_factory=lambda: SimpleNamespace(timers=None))
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +68,7 @@ def test_the_second_time_is_as_the_first_and_data_go_on_behind_it() -> None:
 
 def test_gradients_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten = []
-    monkeypatch.setattr(repeated_iteration, "forget_gradients", forgotten.append)
+    monkeypatch.setattr(repeated_iteration, "forget_attempt", forgotten.append)
     given = cast(PipelineCall, Call([]))
     RepeatableIteration(given).rewind()
     assert forgotten == [given]

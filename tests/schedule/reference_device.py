@@ -58,9 +58,9 @@ class DeviceReference:
     def _program(self, stage: int, ranks: LaunchRanks) -> list[Order | tuple[str, OrderedMessage]]:
         """What the host of `stage` issues, in order."""
         found: list[Order | tuple[str, OrderedMessage]] = []
-        batches = iter(receives_before(self.schedule, stage, ranks))
+        postings = iter(receives_before(self.schedule, stage, ranks))
         for unit in units(self.schedule.orders[stage]):
-            receives = [message for _ in unit for message in next(batches)]
+            receives = [message for _ in unit for message in next(postings).before]
             found += [("receive", message) for message in receives if self._is_rendezvous(message)]
             found.append(unit)
             for message in (message_of(action, self.schedule.placement) for action in unit):

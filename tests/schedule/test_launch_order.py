@@ -85,8 +85,7 @@ def test_receives_are_posted_once_by_rank_before_what_needs_them_and_in_the_orde
     schedule, costs = case
     ranks = launch_ranks(schedule, costs)
     for stage, order in enumerate(schedule.orders):
-        at_starts = [Posting(before, ()) for before in receives_before(schedule, stage, ranks)]
-        for postings in (at_starts, receives_at_ends(schedule, stage, costs)):
+        for postings in (receives_before(schedule, stage, ranks), receives_at_ends(schedule, stage, costs)):
             check_posted(schedule, stage, order, postings)
 
 
@@ -115,10 +114,10 @@ def test_a_receive_is_posted_before_what_runs_when_its_message_is_made() -> None
     schedule = one_f_one_b(2, 3)
     late = {(1, 0): LinkCost(0.25)}
     costs = uniform_costs(2, 3, forward_s=1.5, backward_input_s=1.0, backward_weight_s=1.0, links=late)
-    batches = receives_before(schedule, 0, launch_ranks(schedule, costs))
+    postings = receives_before(schedule, 0, launch_ranks(schedule, costs))
     reported = {
-        f"{action.kind}{action.micro_batch}": [message.micro_batch for message in batch]
-        for action, batch in zip(schedule.orders[0], batches, strict=True)
+        f"{action.kind}{action.micro_batch}": [message.micro_batch for message in posting.before]
+        for action, posting in zip(schedule.orders[0], postings, strict=True)
     }
     assert reported == {"F0": [], "F1": [], "B0": [0], "F2": [1], "B1": [], "B2": [2]}
 
@@ -132,11 +131,7 @@ def test_what_all_stages_launch_is_part_of_one_order(case: tuple[Schedule, Costs
         parts: list[list[OrderedMessage]] = []
         for stage, order in enumerate(schedule.orders):
             part: list[OrderedMessage] = []
-            postings = (
-                receives_at_ends(schedule, stage, costs)
-                if at_ends
-                else [Posting(before, ()) for before in receives_before(schedule, stage, ranks)]
-            )
+            postings = receives_at_ends(schedule, stage, costs) if at_ends else receives_before(schedule, stage, ranks)
             for action, posting in zip(order, postings, strict=True):
                 part += (*posting.before, *posting.before_send)
                 message = produced(action, schedule.placement)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.log import logger_of
@@ -74,12 +74,15 @@ class CellOrder:
         return order
 
 
-def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
-    """Return the packed order of each cell ("replica.stage"). `costs`: of one pipeline, for its caps.
-
-    Receives are posted in the order in which their senders' actions are expected to begin, each right before the first
-    action that begins later. The proof of schedule.transfers.launch_order needs nothing else.
+def cell_costs(costs: Costs) -> Costs:
+    """Return `costs` for routes around dead cells: a whole backward is the sum of its parts, and one hardware queue
+    counts as several. Plans do not model it then, but orders are safe on any number of queues (`cell_order`).
     """
+    return dataclasses.replace(costs, backward_s=None, shared_queue=False, serial_queue=False)
+
+
+def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
+    """Return the packed order of each cell ("replica.stage"). `costs`: of one pipeline, for its caps."""
     schedule = simulation.schedule
     cells = [Cell(*divmod(number, schedule.stages)) for number in range(len(schedule.orders))]
     # A single order of the actions of all cells, by simulated start, so that sender and receiver agree.
@@ -96,22 +99,39 @@ def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
                 made[message] = ranks[number, place]
     found = {}
     for number, (cell, order) in enumerate(zip(cells, schedule.orders, strict=True)):
-        needed = [schedule.needed(cell.stage, action) for action in order]
-        awaited = sorted((made[message], place) for place, message in enumerate(needed) if message is not None)
-        producers = [rank for rank, _place in awaited]
-        actions = []
-        for place, (action, message) in enumerate(zip(order, needed, strict=True)):
-            sent = schedule.produced(cell.stage, action)
-            source = None if message is None else message.source.replica
-            target = None if sent is None else sent.target.replica
-            before = bisect.bisect_left(producers, ranks[number, place])
-            kind = action.kind.value
-            actions.append(CellAction(kind, action.chunk, action.replica, action.micro_batch, source, target, before))
-        released = costs.released_at_backward_input[cell.stage]
-        receives = tuple(place for _rank, place in awaited)
-        cap = costs.max_in_flight[cell.stage]
-        found[str(cell)] = CellOrder(tuple(actions), receives, cap, released).packed()
+        own = [ranks[number, place] for place in range(len(order))]
+        cap, released = costs.max_in_flight[cell.stage], costs.released_at_backward_input[cell.stage]
+        found[str(cell)] = cell_order(schedule, cell.stage, order, own, made.__getitem__, cap, released).packed()
     return found
+
+
+def cell_order(
+    schedule: RoutedSchedule,
+    stage: int,
+    order: Sequence[RoutedAction],
+    ranks: Sequence[Any],
+    made: Callable[[RoutedMessage], Any],
+    cap: float | None = None,
+    released_at_backward_input: float = 0.0,
+) -> CellOrder:
+    """Return the order of a cell of `stage`. `ranks`: of its actions in an order of the actions of all cells. `made`:
+    returns the rank of the action that makes a message.
+
+    Receives are posted in the order of their senders' actions, each right before the first action that comes later. The
+    proof of schedule.transfers.launch_order needs nothing else.
+    """
+    needed = [schedule.needed(stage, action) for action in order]
+    awaited = sorted((made(message), place) for place, message in enumerate(needed) if message is not None)
+    actions = []
+    for action, message, rank in zip(order, needed, ranks, strict=True):
+        sent = schedule.produced(stage, action)
+        source = None if message is None else message.source.replica
+        target = None if sent is None else sent.target.replica
+        before = bisect.bisect_left(awaited, (rank,))
+        kind = action.kind.value
+        actions.append(CellAction(kind, action.chunk, action.replica, action.micro_batch, source, target, before))
+    receives = tuple(place for _rank, place in awaited)
+    return CellOrder(tuple(actions), receives, cap, released_at_backward_input)
 
 
 def moved_by(routing: Routing) -> tuple[Moved, ...]:
@@ -436,7 +456,7 @@ class LiveCellDecider:
         context.routed = True
         if context.costs is None or context.costs.chunks > 1:
             return None
-        known = dataclasses.replace(context.costs, backward_s=None)
+        known = cell_costs(context.costs)
         tables = [cell_tables(known, context.estimates, lanes) for lanes in self._policy.pipelines]
         self._speeds = cell_speeds(seconds_of(tables, without=self._policy.dead))
         job = JobCosts(known, replicas=len(tables))

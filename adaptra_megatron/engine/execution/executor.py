@@ -296,6 +296,8 @@ class PipelineExecutor:
         for step in steps:
             pair = (step, next(steps)) if step.action.combined else (step,)
             run.inbox.post_before(pair[-1])
+            if run.gradients is not None:
+                run.gradients.before_step(step.position)
             received = [run.inbox.take(each.receive) if each.receive is not None else None for each in pair]
             marks.append(self._timer.mark())
             self._perform(run, pair, received)
@@ -393,5 +395,6 @@ class PipelineExecutor:
 
 def _gradient_sync(call: PipelineCall, program: Program, plans_differ: bool) -> GradientSync:
     if plans_differ:
-        return GradientSync(call.config, call.model_chunks, range(call.chunks)[::-1], by_hooks=False)
+        order = range(call.chunks)[::-1]
+        return GradientSync(call.config, call.model_chunks, order, by_hooks=False, not_before=program.reductions)
     return GradientSync(call.config, call.model_chunks, program.completion, by_hooks=program.completes_by_backwards)

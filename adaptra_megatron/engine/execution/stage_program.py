@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.schedule.transfers.launch_order import (
+    LaunchRanks,
     OrderedMessage,
-    Posting,
     launch_ranks,
     needed,
     produced,
     receives_at_ends,
     receives_before,
+    start_ranks,
 )
 
 
@@ -48,6 +50,10 @@ class Program:
     """Messages from other stages, with their positions in the order in which receives are posted, from 0. Each
     neighbour's messages keep the order in which it sends them.
     """
+    reductions: Mapping[int, int] = field(default_factory=dict)
+    """By chunk, the position of the step right before which the reduction of its gradients may start, where replicas
+    run different plans; after the last step for chunks that are not named.
+    """
 
     @property
     def completion(self) -> tuple[int, ...]:
@@ -69,14 +75,12 @@ def compile_program(schedule: Schedule, stage: int, costs: Costs | None = None, 
     before their messages arrive.
     """
     order, placement = schedule.orders[stage], schedule.placement
-    last_gradient = {
-        action.chunk: index
-        for index, action in enumerate(order)
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    }
+    last_gradient = _last_gradients(schedule, stage)
+    ranks = launch_ranks(schedule, costs) if sizes_known else start_ranks(schedule, costs)
+    postings = receives_before(schedule, stage, ranks) if sizes_known else receives_at_ends(schedule, stage, costs)
     messages: list[OrderedMessage] = []
     steps = []
-    for index, (action, posting) in enumerate(zip(order, _postings(schedule, stage, costs, sizes_known), strict=True)):
+    for index, (action, posting) in enumerate(zip(order, postings, strict=True)):
         messages += posting.before
         posted = len(messages)
         messages += posting.before_send
@@ -90,10 +94,34 @@ def compile_program(schedule: Schedule, stage: int, costs: Costs | None = None, 
             completes_chunk=last_gradient.get(action.chunk) == index,
         )
         steps.append(step)
-    return Program(schedule, stage, tuple(steps), {message: place for place, message in enumerate(messages)})
+    receives = {message: place for place, message in enumerate(messages)}
+    reductions = _reductions(schedule, stage, ranks) if last_gradient else {}
+    return Program(schedule, stage, tuple(steps), receives, reductions)
 
 
-def _postings(schedule: Schedule, stage: int, costs: Costs | None, sizes_known: bool) -> Sequence[Posting]:
-    if not sizes_known:
-        return receives_at_ends(schedule, stage, costs)
-    return [Posting(before, ()) for before in receives_before(schedule, stage, launch_ranks(schedule, costs))]
+def _last_gradients(schedule: Schedule, stage: int) -> dict[int, int]:
+    """Return the position of the action that computes the last gradient of each chunk."""
+    kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    return {action.chunk: index for index, action in enumerate(schedule.orders[stage]) if action.kind in kinds}
+
+
+def _reductions(schedule: Schedule, stage: int, ranks: LaunchRanks) -> dict[int, int]:
+    """Return `Program.reductions` of a stage.
+
+    A reduction is a collective of replicas, and has a place in the launch order of each (schedule.transfers.
+    launch_order). These orders can be joined to one only if all have their reductions in the same order: that of chunks
+    and stages in a backward. So a reduction comes before the first action of its stage that follows the chunk's last
+    gradient and all earlier reductions; without such an action, it and all later ones come after everything else.
+    """
+    last = [_last_gradients(schedule, each) for each in range(schedule.stages)]
+    found: dict[int, int] = {}
+    at = -1
+    for chunk in reversed(range(schedule.chunks)):
+        for each in reversed(range(schedule.stages)):
+            place = bisect.bisect_right(ranks[each], max(at, ranks[each][last[each][chunk]]))
+            if place == len(ranks[each]):
+                return found
+            at = ranks[each][place]
+            if each == stage:
+                found[chunk] = place
+    return found

@@ -7,15 +7,16 @@ may start with, or right after, the action that completes the chunk's last gradi
 Reductions are collectives of the stage's replicas, which may run their actions in different orders. So reductions start
 in one order of chunks on all replicas, and a chunk that is complete before its turn waits. If all replicas run one
 plan, that order is the plan's. If each has its own plan, the last chunk comes first, as in stock's order. All buckets
-of a chunk then start together once the chunk is complete, as hooks would start them in the order of the backward, which
-may differ between replicas.
+of a chunk then start together, as hooks would start them in the order of the backward, which may differ between
+replicas; and not before the plan allows it, or replicas could wait for each other in a circle (`Program.reductions`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,18 +28,28 @@ class GradientSync:
     """
 
     def __init__(
-        self, config: Any, model_chunks: Sequence[torch.nn.Module], order: Sequence[int], *, by_hooks: bool = True
+        self,
+        config: Any,
+        model_chunks: Sequence[torch.nn.Module],
+        order: Sequence[int],
+        *,
+        by_hooks: bool = True,
+        not_before: Mapping[int, int] | None = None,
     ) -> None:
         """`config`: Megatron's ModelParallelConfig; its no_sync_func and grad_sync_func may be one function or a list.
 
         `order`: chunks in the order in which their reductions start, on all replicas. `by_hooks`: whether a whole
         backward that completes a chunk starts the reduction itself, bucket by bucket. That requires that each chunk's
         turn has come when it is complete, and that its last backward is whole on all replicas or on none.
+        `not_before`: by chunk, the position of the step before which its reduction may start, as in
+        `Program.reductions`; None: all may start at any time.
         """
         self._model_chunks = model_chunks
         self._turns = deque(order)
         self._by_hooks = by_hooks
         self._complete: set[int] = set()
+        self._not_before = dict.fromkeys(order, 0) if not_before is None else not_before
+        self._position = 0
         self._no_sync = config.no_sync_func
         self._grad_sync = _per_chunk(config.grad_sync_func, len(model_chunks))
         self._closed: contextlib.ExitStack | None = None
@@ -61,6 +72,13 @@ class GradientSync:
             self._closed.close()
             self._closed = None
 
+    def before_step(self, position: int) -> None:
+        """Start the reductions that may start before the step at this position of the plan. Call it before each step,
+        once its receives are posted.
+        """
+        self._position = max(self._position, position)  # steps may run in another order than the plan's
+        self._start_complete()
+
     def before_last_backward(self, chunk: int) -> None:
         """Call before the whole backward that completes the gradients of `chunk`: its hooks start the reduction."""
         # With a grad_sync_func stock calls that, and enables no hooks (schedules.py, backward_step_helper).
@@ -71,9 +89,7 @@ class GradientSync:
     def after_last_gradient(self, chunk: int) -> None:
         """Call after the action that completes the gradients of `chunk`, whole backward or weight gradient."""
         self._complete.add(chunk)
-        while self._turns and self._turns[0] in self._complete:
-            if (turn := self._turns.popleft()) not in self._synchronized:
-                self._synchronize(turn)
+        self._start_complete()
         self.disable()
 
     def finish(self) -> None:
@@ -83,6 +99,12 @@ class GradientSync:
         for chunk in (*self._turns, *range(len(self._model_chunks))):
             if chunk not in self._synchronized:
                 self._synchronize(chunk)
+
+    def _start_complete(self) -> None:
+        allowed = {chunk for chunk in self._complete if self._not_before.get(chunk, math.inf) <= self._position}
+        while self._turns and self._turns[0] in allowed:
+            if (turn := self._turns.popleft()) not in self._synchronized:
+                self._synchronize(turn)
 
     def _synchronize(self, chunk: int) -> None:
         self._synchronized.add(chunk)

@@ -37,6 +37,7 @@ from adaptra_megatron.transport.gpu.training_device import current_device
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.process_group import FaultTolerantGroup
+    from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
 class AttemptState:
@@ -106,6 +107,26 @@ class AttemptState:
 
     def _all_buffers(self) -> list[torch.Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
+
+
+def forget_attempt(call: PipelineCall) -> None:
+    """Reset gradients, reductions and timers after an attempt that did not finish, before the next attempt.
+
+    Afterwards gradients are zero, no reduction is pending (distributed/param_and_grad_buffer.py:
+    _ParamAndGradBucketGroup), and no action is timed (schedules.py: forward_step, backward_step).
+    """
+    if call.config.timers is not None:
+        for action in ("forward-compute", "backward-compute"):
+            call.config.timers(action, log_level=2)._started = False
+    chunk: Any
+    for chunk in call.model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.grad_reduce_handle = None
+            if hasattr(group, "per_param_grad_ready_counts"):
+                group.per_param_grad_ready_counts = {}
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.grad = None
 
 
 class MicroBatchRandom:

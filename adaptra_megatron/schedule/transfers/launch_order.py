@@ -15,7 +15,8 @@ needs has ended: it runs, and ends.
 
 The proof makes no other assumptions: the number of a device's queues does not matter, nor how often a host waits for
 it, nor whether communicators connect at their first use. Collectives of replicas belong to the action with which they
-are launched, since replicas run one plan in one order. Two conditions remain. Later operations may start earlier, in
+are launched, if replicas run one plan in one order; if not, their reductions have places in all orders alike
+(engine.execution.stage_program). Two conditions remain. Later operations may start earlier, in
 another queue, so the device must have room for one kernel of each stream at once. And a single thread must launch
 everything, since work of a second thread would have no place in the order.
 """
@@ -97,21 +98,12 @@ def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
     return tuple(map(tuple, ranks))
 
 
-def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[tuple[OrderedMessage, ...], ...]:
-    """Return, for each action of `stage`, the messages whose receives are posted right before it, in order.
-
-    Each transfer follows the action that makes its message. Each message from another stage is posted once, at the
-    latest before the action that needs it.
-    """
-    arriving = sorted((ranks[source][index], message) for source, index, message in _arriving(schedule, stage))
-    batches = []
-    posted = 0
-    for rank in ranks[stage]:
-        first = posted
-        while posted < len(arriving) and arriving[posted][0] < rank:
-            posted += 1
-        batches.append(tuple(message for _rank, message in arriving[first:posted]))
-    return tuple(batches)
+def start_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
+    """Return the ranks of all actions by expected start, the order of `receives_at_ends`. See `launch_ranks`."""
+    start_s = simulate(schedule, _positive(costs if costs is not None else uniform_costs_for(schedule))).start_s
+    places = sorted((each_s, stage, index) for stage, row in enumerate(start_s) for index, each_s in enumerate(row))
+    ranks = {(stage, index): rank for rank, (_start_s, stage, index) in enumerate(places)}
+    return tuple(tuple(ranks[stage, index] for index in range(len(row))) for stage, row in enumerate(start_s))
 
 
 class Posting(NamedTuple):
@@ -120,6 +112,22 @@ class Posting(NamedTuple):
     before: tuple[OrderedMessage, ...]
     before_send: tuple[OrderedMessage, ...]
     """Messages to post after the action is launched and before its own message is sent."""
+
+
+def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[Posting, ...]:
+    """Return, for each action of `stage`, the messages whose receives are posted right before it, in order.
+
+    Each transfer follows the action that makes its message. Each message from another stage is posted once, at the
+    latest before the action that needs it.
+    """
+    arriving = sorted((ranks[source][index], message) for source, index, message in _arriving(schedule, stage))
+    postings, posted = [], 0
+    for rank in ranks[stage]:
+        first = posted
+        while posted < len(arriving) and arriving[posted][0] < rank:
+            posted += 1
+        postings.append(Posting(tuple(message for _rank, message in arriving[first:posted]), ()))
+    return tuple(postings)
 
 
 def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None) -> tuple[Posting, ...]:

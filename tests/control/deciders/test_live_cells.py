@@ -158,6 +158,15 @@ def test_a_planner_that_does_not_know_what_runs_plans_at_once() -> None:
     check_routes(routing)
 
 
+def test_live_cells_have_routes_where_gpus_have_one_hardware_queue() -> None:
+    one_queue = context()
+    assert one_queue.costs is not None
+    one_queue.costs = replace(one_queue.costs, shared_queue=True, serial_queue=True)
+    routing = LiveCellDecider(POLICY, STAGES, Said(), None).decide(one_queue)
+    assert routing is not None
+    check_routes(routing)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 3), st.integers(2, 3), st.integers(1, 4), st.data())
 def test_orders_that_have_travelled_are_the_schedule_that_they_are_of(

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 from support.schedules import named_schedules, random_schedules
@@ -12,7 +15,7 @@ from adaptra_megatron.engine.execution.stage_program import Program, compile_pro
 from adaptra_megatron.schedule.classic import gpipe
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.ir import Kind, Schedule
-from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, launch_ranks
+from adaptra_megatron.schedule.transfers.launch_order import OrderedMessage, launch_ranks, start_ranks
 from adaptra_megatron.transport.message_keys import Direction, MessageKey
 
 schedules = st.one_of(named_schedules(), random_schedules())
@@ -45,6 +48,25 @@ def test_a_chunk_is_complete_with_its_last_gradient_and_not_before(schedule: Sch
             range(schedule.chunks), key=lambda chunk: _last_gradient(program, chunk)
         )
         assert complete == sorted(_last_gradient(program, chunk) for chunk in range(schedule.chunks))
+
+
+@given(schedules, st.booleans())
+def test_reductions_of_replicas_with_plans_of_their_own_come_in_the_order_of_a_backward(
+    schedule: Schedule, sizes_known: bool
+) -> None:
+    """By chunk and by stage, from the last; so orders of replicas can be joined to one."""
+    ranks = launch_ranks(schedule) if sizes_known else start_ranks(schedule)
+    compiled = [compile_program(schedule, stage, sizes_known=sizes_known) for stage in range(schedule.stages)]
+    places = []
+    for chunk in reversed(range(schedule.chunks)):
+        for program in reversed(compiled):
+            if (place := program.reductions.get(chunk)) is None:
+                places.append(math.inf)
+                continue
+            assert place > _last_gradient(program, chunk)
+            places.append(ranks[program.stage][place])
+    ends = itertools.takewhile(math.isfinite, places)
+    assert places == [*sorted(set(ends)), *[math.inf] * places.count(math.inf)]
 
 
 def _last_gradient(program: Program, chunk: int) -> int:

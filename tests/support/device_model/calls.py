@@ -26,9 +26,13 @@ class Communicator(NamedTuple):
 
     name: str
     of_stage: bool = False
+    stages: frozenset[int] | None = None
+    """Members, if not all stages of a pipeline are."""
 
     def key(self, rank: Rank) -> Hashable:
         """The same at all members and nowhere else."""
+        if self.stages is not None and rank.stage not in self.stages:
+            return rank
         return (self.name, "stage", rank.stage) if self.of_stage else (self.name, "replica", rank.replica)
 
 

@@ -96,6 +96,7 @@ def _record_iteration(
         message_shape=(1,),
         forward_only=not iteration.training,
         interleaved=schedule.chunks > 1,
+        chunks=schedule.chunks,
     )
     computation = RecordingComputation(recorder, stage, number, iteration.costs, reductions)
     report = runner.run(
