@@ -35,7 +35,6 @@ from adaptra_megatron.engine.measuring import (
 )
 from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
 from adaptra_megatron.engine.training_job import Counters, Job, JobEntry, listen_for
-from adaptra_megatron.megatron.computation import StageComputation
 from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, work_of
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
@@ -281,7 +280,7 @@ class Pipeline:
         carrier: Transport = self.transport
         for each in self.hooks:
             carrier = each.wrap_transport(carrier)
-        self._executor = PipelineExecutor(
+        self.executor = PipelineExecutor(
             carrier,
             make_timer(clock),
             timeout_s=limit_s,
@@ -374,21 +373,18 @@ class Pipeline:
         self._measuring.switch_s = seconds
         self._disturbance = disturbance or self._disturbance
 
-    def run(
-        self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
-    ) -> IterationReport:
-        """Run all actions of this rank. `attempt`: number of the attempt. Raises TransportError if a peer fails."""
+    def work(self, call: PipelineCall, schedule: Schedule, attempt: int = 0) -> Work:
+        """Return what `executor` is to run on this rank. `attempt`: number of the attempt."""
         make: Callable[[], Work] = functools.partial(
             self.works.planned, call, schedule, self.iterations, cold=self._first.cold
         )
         for each in self.hooks:
             make = functools.partial(each.choose_work, make, call, schedule)
-        program, addresses, account, steps = make()
-        addresses = replace(addresses, attempt=attempt)
+        work = make()
         self._sent_all = False
         if self._meter is not None and not call.forward_only:
             self._meter.begin(self.book.number)
-        return self._executor.run(call, program, computation, addresses=addresses, account=account, steps=steps)
+        return work._replace(addresses=replace(work.addresses, attempt=attempt))
 
     def end(self, call: PipelineCall, report: IterationReport) -> None:
         """End an iteration that has been launched.

@@ -257,7 +257,7 @@ class AdaptraRuntime:
         with iteration(call) as embedding:
             self.runs_actions = True
             try:
-                report = pipeline.run(call, schedule, decorated, number)
+                report = pipeline.executor.run(call, decorated, *pipeline.work(call, schedule, number))
             finally:
                 self.runs_actions = False
             if not call.forward_only:

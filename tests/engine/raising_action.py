@@ -22,23 +22,23 @@ install(with_fused_weight_gradient=True)
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
 from adaptra_megatron.elastic.job_abort import ErrorNotice  # noqa: E402
-from adaptra_megatron.engine.execution.executor import PipelineExecutor  # noqa: E402
+from adaptra_megatron.engine.execution import executor  # noqa: E402
 from testing.training.train import Trainer, train  # noqa: E402
 from testing.training.training_arguments import parse_arguments  # noqa: E402
 
 
 def raise_in_action(rank: int, action: int) -> None:
-    perform, performed = PipelineExecutor._perform, 0
+    begin, begun = executor._begin, 0
 
-    def raise_in_time(self: PipelineExecutor, *arguments: Any) -> None:
-        nonlocal performed
-        performed += 1
-        if dist.get_rank() == rank and performed == action + 1:
+    def raise_in_time(*arguments: Any) -> None:
+        nonlocal begun
+        begun += 1
+        if dist.get_rank() == rank and begun == action + 1:
             sys.stdout.write(f"raised at {time.monotonic()}\n")
             raise ArithmeticError("as a model's own code would")
-        perform(self, *arguments)
+        begin(*arguments)
 
-    PipelineExecutor._perform = raise_in_time  # type: ignore[method-assign]
+    executor._begin = raise_in_time
 
 
 def raise_in_script(rank: int, function: str) -> None:

@@ -18,7 +18,7 @@ OF_LINKS = {"adaptra-connections", "adaptra-links-receive", "adaptra-links-send"
 """For any number of peers: tests/transport/test_links_between_pipelines.py counts them with three."""
 MOST = 5
 """Besides the main thread and those in gloo."""
-MOST_FRAMES = 12
+MOST_FRAMES = 7
 
 
 @pytest.mark.timeout(150)

@@ -151,8 +151,8 @@ class DeadCells:
         transport = RecordingTransport(recorder, rank, RankLinks(costs), sizes_vary=False)  # type: ignore[arg-type]
         differing_executor(transport, RecordingTimer(recorder, marks=False), timeout_s=1.0).run(
             call,  # type: ignore[arg-type]
-            change(routed_program(order, seen, self._iteration.schedule)),
             RecordingComputation(recorder, seen.cell.stage, 0, costs, reductions),
+            change(routed_program(order, seen, self._iteration.schedule)),
             addresses=Addresses(ranks, 0, micro_batches=costs.micro_batches, pipeline=seen.pipeline),
             account=ActivationAccount(seen.cell.stage, None, 0.0),
         )

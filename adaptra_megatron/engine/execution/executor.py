@@ -229,19 +229,12 @@ class PipelineExecutor:
         self._transport = transport
         self._timer = timer
         self._timeout_s, self._receives_ahead = timeout_s, receives_ahead
-        self._run_action: dict[Kind, Callable[[_Run, ProgramStep, torch.Tensor | None], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: self._weight_gradient,
-        }
 
     def run(
         self,
         call: PipelineCall,
-        program: Program,
         computation: StageComputation,
-        *,
+        program: Program,
         addresses: Addresses,
         account: ActivationAccount,
         steps: Steps | None = None,
@@ -268,8 +261,31 @@ class PipelineExecutor:
             account=account,
             addresses=addresses,
         )
+        pairs: list[Sequence[ProgramStep]] = []
+        marks = [self._timer.mark()]
+        order = (steps or planned_steps(program))(run.inbox)
         try:
-            pairs, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
+            # Each step begins to wait where the previous one ended. A combined action, of a forward and the backward
+            # behind it, is a pair of steps.
+            for step in order:
+                pair = (step, next(order)) if step.action.combined else (step,)
+                run.inbox.post_before(pair[-1])
+                if run.gradients is not None:
+                    run.gradients.before_step(step.position)
+                received = [run.inbox.take(each.receive) if each.receive is not None else None for each in pair]
+                marks.append(self._timer.mark())
+                _begin(run, pair)
+                if len(pair) > 1:
+                    self._forward_backward(run, pair, received)
+                else:
+                    result = _computed(run, step, received[0])
+                    if step.send is not None:
+                        self._transport.post_send(*_message(run, step, result))
+                    _keep(run, step, received[0], result)
+                    del result  # or its memory would be in use during the next action
+                _end(run, pair)
+                pairs.append(pair)
+                marks.append(self._timer.mark())
         finally:
             if run.gradients is not None:
                 run.gradients.enable()
@@ -287,98 +303,22 @@ class PipelineExecutor:
             functools.partial(self._records, addresses.iteration, pairs, marks),
         )
 
-    def _run_steps(self, run: _Run, steps: Iterator[ProgramStep]) -> tuple[list[Sequence[ProgramStep]], list[Any]]:
-        """Run the steps; return them and the marks between them. Each step begins to wait where the previous
-        one ended. A combined action, of a forward and the backward behind it, is a pair of steps.
-        """
-        ran: list[Sequence[ProgramStep]] = []
-        marks = [self._timer.mark()]
-        for step in steps:
-            pair = (step, next(steps)) if step.action.combined else (step,)
-            run.inbox.post_before(pair[-1])
-            if run.gradients is not None:
-                run.gradients.before_step(step.position)
-            received = [run.inbox.take(each.receive) if each.receive is not None else None for each in pair]
-            marks.append(self._timer.mark())
-            self._perform(run, pair, received)
-            ran.append(pair)
-            marks.append(self._timer.mark())
-        return ran, marks
-
-    def _perform(self, run: _Run, pair: Sequence[ProgramStep], received: Sequence[torch.Tensor | None]) -> None:
-        """Run one action or, of two, both at once. `received`: their messages."""
-        for step in pair:
-            run.account.before(step.action)
-            if run.gradients is not None and step.completes_chunk and step.action.kind is Kind.BACKWARD:
-                run.gradients.before_last_backward(step.action.chunk)
-        if len(pair) > 1:
-            self._forward_backward(run, pair, received)
-        else:
-            self._run_action[pair[0].action.kind](run, pair[0], received[0])
-        for step in pair:
-            if run.gradients is not None and step.completes_chunk:
-                run.gradients.after_last_gradient(step.action.chunk)
-            run.account.after(step.action, alone=len(pair) == 1)
-
-    def _forward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
-        output = run.computation.forward(*self._begin_forward(run, step, received))
-        self._send(run, step, output)
-        self._keep(run, step, received, output)
-
-    def _begin_forward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> ForwardPart:
-        if run.parameters is not None:
-            run.parameters.before_forward(step.action.chunk)
-        if received is not None:
-            run.received_nbytes = max(run.received_nbytes, received.nbytes)
-            received.requires_grad_()
-        return ForwardPart(step.action.chunk, step.action.micro_batch, received)
-
-    def _keep(self, run: _Run, step: ProgramStep, received: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Keep what the backward of a forward needs."""
-        action, call = step.action, run.call
-        if call.forward_only:
-            return
-        # Sent tensors are held by the transport; autograd needs the graph of this one, not its bytes.
-        if step.send is not None or not call.interleaved:
-            free_content(call, output)
-        run.inputs[action.chunk, action.micro_batch] = received
-        run.outputs[action.chunk, action.micro_batch] = output
-
-    def _backward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
-        part = self._begin_backward(run, step, received)
-        tensors = part.input_tensor, part.output_tensor, part.output_gradient
-        input_gradient = run.computation.backward(part.chunk, part.micro_batch, *tensors, split=part.split)
-        self._send(run, step, input_gradient)
-
-    def _begin_backward(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> BackwardPart:
-        action = step.action
-        position = (action.chunk, action.micro_batch)
-        split = action.kind is Kind.BACKWARD_INPUT
-        return BackwardPart(*position, run.inputs.pop(position), run.outputs.pop(position), received, split)
-
     def _forward_backward(
         self, run: _Run, pair: Sequence[ProgramStep], received: Sequence[torch.Tensor | None]
     ) -> None:
         (forward, backward), (activation, gradient) = pair, received
+
+        def send(step: ProgramStep, result: torch.Tensor | None) -> None:
+            if step.send is not None:
+                self._transport.post_send(*_message(run, step, result))
+
         output = run.computation.forward_backward(
-            self._begin_forward(run, forward, activation),
-            self._begin_backward(run, backward, gradient),
-            functools.partial(self._send, run, forward),
-            functools.partial(self._send, run, backward),
+            _forward_part(run, forward, activation),
+            _backward_part(run, backward, gradient),
+            functools.partial(send, forward),
+            functools.partial(send, backward),
         )
-        self._keep(run, forward, activation, output)
-
-    def _weight_gradient(self, run: _Run, step: ProgramStep, received: torch.Tensor | None) -> None:
-        assert received is None
-        run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
-
-    def _send(self, run: _Run, step: ProgramStep, tensor: torch.Tensor | None) -> None:
-        """Send the step's result, right behind its computation: see schedule.transfers.launch_order."""
-        if step.send is None:
-            return
-        assert tensor is not None, f"{step.action} has nothing to send"
-        run.inbox.post_before_send(step)
-        self._transport.post_send(run.addresses.key(step.send), run.addresses.ranks[step.send.target], tensor)
+        _keep(run, forward, activation, output)
 
     def _records(self, iteration: int, pairs: list[Sequence[ProgramStep]], marks: list[Any]) -> list[ActionRecord]:
         times, records = self._timer.resolve(marks), []
@@ -398,3 +338,66 @@ def _gradient_sync(call: PipelineCall, program: Program, plans_differ: bool) -> 
         order = range(call.chunks)[::-1]
         return GradientSync(call.config, call.model_chunks, order, by_hooks=False, not_before=program.reductions)
     return GradientSync(call.config, call.model_chunks, program.completion, by_hooks=program.completes_by_backwards)
+
+
+def _begin(run: _Run, pair: Sequence[ProgramStep]) -> None:
+    for step in pair:
+        run.account.before(step.action)
+        if run.gradients is not None and step.completes_chunk and step.action.kind is Kind.BACKWARD:
+            run.gradients.before_last_backward(step.action.chunk)
+
+
+def _end(run: _Run, pair: Sequence[ProgramStep]) -> None:
+    for step in pair:
+        if run.gradients is not None and step.completes_chunk:
+            run.gradients.after_last_gradient(step.action.chunk)
+        run.account.after(step.action, alone=len(pair) == 1)
+
+
+def _computed(run: _Run, step: ProgramStep, received: torch.Tensor | None) -> torch.Tensor | None:
+    """Run an action that is not combined; return its output or input gradient."""
+    if step.action.kind is Kind.FORWARD:
+        return run.computation.forward(*_forward_part(run, step, received))
+    if step.action.kind is Kind.BACKWARD_WEIGHT:
+        run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
+        return None
+    part = _backward_part(run, step, received)
+    tensors = part.input_tensor, part.output_tensor, part.output_gradient
+    return run.computation.backward(part.chunk, part.micro_batch, *tensors, split=part.split)
+
+
+def _forward_part(run: _Run, step: ProgramStep, received: torch.Tensor | None) -> ForwardPart:
+    if run.parameters is not None:
+        run.parameters.before_forward(step.action.chunk)
+    if received is not None:
+        run.received_nbytes = max(run.received_nbytes, received.nbytes)
+        received.requires_grad_()
+    return ForwardPart(step.action.chunk, step.action.micro_batch, received)
+
+
+def _backward_part(run: _Run, step: ProgramStep, received: torch.Tensor | None) -> BackwardPart:
+    action = step.action
+    position = (action.chunk, action.micro_batch)
+    split = action.kind is Kind.BACKWARD_INPUT
+    return BackwardPart(*position, run.inputs.pop(position), run.outputs.pop(position), received, split)
+
+
+def _message(run: _Run, step: ProgramStep, tensor: torch.Tensor | None) -> tuple[MessageKey, int, torch.Tensor]:
+    """Return the step's message, to be posted right behind its computation: see schedule.transfers.launch_order."""
+    assert step.send is not None
+    assert tensor is not None, f"{step.action} has nothing to send"
+    run.inbox.post_before_send(step)
+    return run.addresses.key(step.send), run.addresses.ranks[step.send.target], tensor
+
+
+def _keep(run: _Run, step: ProgramStep, received: torch.Tensor | None, output: torch.Tensor | None) -> None:
+    """Keep what the backward of a forward needs."""
+    action, call = step.action, run.call
+    if call.forward_only or action.kind is not Kind.FORWARD:
+        return
+    assert output is not None
+    # Sent tensors are held by the transport; autograd needs the graph of this one, not its bytes.
+    if step.send is not None or not call.interleaved:
+        free_content(call, output)
+    run.inputs[action.chunk, action.micro_batch] = received
+    run.outputs[action.chunk, action.micro_batch] = output

@@ -101,8 +101,8 @@ def _record_iteration(
     computation = RecordingComputation(recorder, stage, number, iteration.costs, reductions)
     report = runner.run(
         call,  # type: ignore[arg-type]
-        compile_program(schedule, stage, iteration.planned_for, sizes_known=not sizes_vary),
         computation,
+        compile_program(schedule, stage, iteration.planned_for, sizes_known=not sizes_vary),
         addresses=Addresses(range(schedule.stages), number),
         account=ActivationAccount(stage, None, 0.0),
     )
