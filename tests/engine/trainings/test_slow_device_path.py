@@ -41,6 +41,7 @@ def train(directory: Path, server: ForkServer, fault: str) -> tuple[VariantRepor
     return reports[1], read_events(directory / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_link_whose_device_path_is_slow_takes_the_host_path_until_it_heals(
     tmp_path: Path, fork_server: ForkServer
