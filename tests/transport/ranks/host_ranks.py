@@ -444,7 +444,8 @@ def closed(make: Make) -> None:
     if dist.get_rank() == 0:
         transport.close()
         transport.close()
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
+        alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
+        assert not alive, alive
         assert transport.delegate_process_id is None
         dist.barrier()
         return
