@@ -162,7 +162,7 @@ class Recovery(IterationHooks):
         _refuse(call, feature.sharded_optimizers)
         _hold_copies(pipeline.job, feature.sharded_optimizers)
         self._kept = AttemptState(call.model_chunks)
-        self._groups.before_leaving.append(self._drop_records)
+        self._groups.before_leaving.append(self._drop_graphs)
         joining, feature.joining = feature.joining, None
         if joining is not None:
             # Before the meeting: a rejoining rank must run the others' plan in its first iteration.
@@ -239,7 +239,7 @@ class Recovery(IterationHooks):
         pipeline.begin_anew(call, degraded=bool(generation.dead_cells))
         pipeline.telemetry.lead(leads=leads)
 
-    def _drop_records(self) -> None:
+    def _drop_graphs(self) -> None:
         for each in self.pipeline.hooks:
             if isinstance(each, CapturedIterations):
                 each.drop()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.common.environment import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
-from adaptra_megatron.megatron.refusals import records_order
+from adaptra_megatron.megatron.refusals import graphs_of
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
@@ -128,41 +128,41 @@ class SplitBackwards(IterationHooks):
 
 
 class LayerCapture(EngineFeature):
-    """Has the plan's order recorded where Megatron records stock's: see engine.captured_iterations."""
+    """Layers that are captured as CUDA graphs."""
 
     def __init__(self, queue: WeightGradientQueue, *, deferred: bool = False) -> None:
         """`queue`, `deferred`: see CapturedLayers."""
         super().__init__()
-        self.queue, self._deferred = queue, deferred
+        self._queue, self._deferred = queue, deferred
 
     @functools.cached_property
     def layers(self) -> CapturedLayers:
-        """The layers that are captured as CUDA graphs, for a job that captures any."""
+        """The layers, for a job that captures any."""
         from adaptra_megatron.megatron.captured_layers import CapturedLayers
 
-        return CapturedLayers(self.queue, deferred=self._deferred)
+        return CapturedLayers(self._queue, deferred=self._deferred)
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        return _UntilRecorded(pipeline, self)
+        return _UntilCaptured(pipeline, self)
 
     def summary(self) -> Mapping[str, Any]:
         return {"graph_captures": self.layers.captures} if "layers" in vars(self) else {}
 
 
-class _UntilRecorded(IterationHooks):
-    """Gives its place to CapturedIterations in a job of which an order is recorded."""
+class _UntilCaptured(IterationHooks):
+    """Gives its place to CapturedIterations in a job that captures layers."""
 
     def __init__(self, pipeline: Pipeline, capture: LayerCapture) -> None:
         super().__init__(pipeline)
         self._capture = capture
 
     def made(self, call: PipelineCall) -> None:
-        if records_order(call.config):
+        if graphs_of(call.config) != "none":
             from adaptra_megatron.engine.captured_iterations import CapturedIterations
 
             hooks = self.pipeline.hooks
-            hooks[hooks.index(self)] = recorded = CapturedIterations(self.pipeline, self._capture)
-            recorded.made(call)
+            hooks[hooks.index(self)] = captured = CapturedIterations(self.pipeline, self._capture)
+            captured.made(call)
 
 
 def make_features(

@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_leaves
 from adaptra_megatron.megatron.compat import logged_sums
 from adaptra_megatron.megatron.computation import BackwardPart, ForwardPart, Send, StageComputation
 from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.schedule.ir import Action, chunks_in_order
 
 Order = tuple[tuple[int, ...], ...]
 """Forwards and backwards of one rank: 1 + chunk for a forward, negative for a backward; the two of a combined action
@@ -47,7 +46,7 @@ _DUE: Order = ()
 
 
 class CapturedLayers:
-    """The graphs of one process's layers, and the order in which they were captured: an OrderRecorder."""
+    """The graphs of one process's layers, and the order in which they were captured."""
 
     def __init__(self, queue: WeightGradientQueue, *, deferred: bool = False) -> None:
         """`queue`: gets the addresses of results and gradients in the graphs' memory. `deferred`: capture in `follow`
@@ -106,17 +105,6 @@ class CapturedLayers:
             self._watch(helper)
         self.captures += 1
         self.seconds = time.monotonic() - begun_s
-
-    def begin(self, actions: Sequence[Action], *, planned: bool, warm: bool) -> bool:
-        """See OrderRecorder."""
-        self.resume()
-        if planned:
-            return self.follow(chunks_in_order(actions), warm=warm)
-        self.suspend()
-        return False
-
-    def end(self) -> None:
-        """See OrderRecorder."""
 
     def follow(self, order: Order, *, warm: bool = True) -> bool:
         """Prepare for an iteration in `order`: capture anew if the graphs are for another one, or have been dropped.

@@ -127,7 +127,7 @@ class Input(NamedTuple):
     number: int
     """Within its replica's iteration."""
     routed: bool = False
-    """Whether it may be another replica's. Gradients are then added in any order, and no micro-batch is the first."""
+    """Whether it may come from another replica. Gradients are then added in any order; no micro-batch is the first."""
 
 
 def stock_inputs(call: PipelineCall) -> Callable[[int, int], Input]:

@@ -27,7 +27,6 @@ from adaptra_megatron.megatron.refusals import (
 from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS, hardware_queues
 
-_FORWARDS_ALONE = "forwards alone (forward_only, or a script that generates text)"
 STARTS, LESS, REFUSED = "starts", "starts with less", "refused"
 
 
@@ -75,7 +74,8 @@ def prospects_of(settings: Any) -> Prospects:
     if runs and stages == 1:
         features.append(Feature("a pipeline of 1 stage", "less", "there is no order to adapt", "none"))
     elif runs and forwards_alone:
-        features.append(Feature(_FORWARDS_ALONE, "less", "not trained: no backward moves", "none"))
+        name = "forwards alone (forward_only, or a script that generates text)"
+        features.append(Feature(name, "less", "not trained: no backward moves", "none"))
     features += [
         Feature(name, "less", "observed only: stock's schedule runs, and its actions are not timed", "none")
         for name in in_order

@@ -68,11 +68,6 @@ def graphs_of(config: Any) -> str:
     return "none" if found == "local" and (rolls_out or generates(config)) else found
 
 
-def records_order(config: Any) -> bool:
-    """Return whether Megatron records the order of forwards and backwards."""
-    return graphs_of(config) != "none"
-
-
 has_experts = either("num_experts", "num_moe_experts")
 REFUSALS = (
     Refusal(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from adaptra_megatron.engine.captured_iterations import CapturedIterations
 from adaptra_megatron.schedule.classic import one_f_one_b
@@ -15,25 +15,28 @@ CALL: Any = SimpleNamespace(forward_only=False, stage=STAGE, config=SimpleNamesp
 
 
 class Layers:
-    """An OrderRecorder that says what it was asked for."""
+    """CapturedLayers that say what they were asked for."""
 
     seconds = 0.0
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
+    def suspend(self) -> None:
+        self.asked.append("suspend")
+
     def drop(self) -> None:
         self.asked.append("drop")
 
-    def begin(self, actions: Any, *, planned: bool, warm: bool) -> bool:
-        self.asked.append(warm if planned else "suspend")
+    def follow(self, order: Any, *, warm: bool) -> bool:
+        self.asked.append(warm)
         return False
 
 
 def asked(iterations: CapturedIterations, schedule: Schedule, order: Any) -> Any:
     program = SimpleNamespace(schedule=schedule, steps=[SimpleNamespace(action=action) for action in order])
     iterations.choose_work(lambda: SimpleNamespace(program=program), CALL, schedule)  # type: ignore[arg-type, return-value]
-    (layers,) = cast(Any, iterations._recorders)
+    layers: Any = iterations._layers
     return layers.asked[-1]
 
 
@@ -42,7 +45,8 @@ def test_an_order_other_than_the_plans_runs_without_graphs() -> None:
     planned = schedule.orders[STAGE]
     pipeline: Any = SimpleNamespace(degraded=False, training_iterations=7, switched=lambda *_: None)
     iterations = CapturedIterations(pipeline, SimpleNamespace())  # type: ignore[arg-type]
-    iterations._recorders.append(cast(Any, Layers()))
+    layers: Any = Layers()
+    iterations._layers = layers
     assert asked(iterations, schedule, planned) is True
     # Routes have the schedule of one pipeline, too, and job-wide numbers of micro-batches.
     routed = [*planned, *(replace_number(action) for action in planned[:2])]

@@ -179,24 +179,8 @@ class CellReductions(Reductions):
         members = frozenset(rank for rank in live if rank % stages == stage)
         super().__init__(recorder, len(members), iteration)
         self._gradients = Communicator(f"gradients of stage {stage}", stages=members)
-        first = replica * stages
-        self._ends = Communicator(
-            f"embedding of replica {replica}", stages=frozenset({first, first + stages - 1} & set(live))
-        )
-
-    def begin(self, chunk: int) -> None:
-        """Begin the reduction of one chunk."""
-        self._begun.append(self._recorder.collective(self._gradients, self._replicas, 1e-3))
-
-    def finalize(self, stage: int, stages: int) -> None:
-        """See Reductions."""
-        if self._final:
-            for chunk in range(len(self.model_chunks)):
-                self.begin(chunk)
-        for work in self._begun:
-            self._recorder.make_wait(work)
-        if stage in (0, stages - 1):
-            self._recorder.make_wait(self._recorder.collective(self._ends, len(self._ends.stages or ()), 1e-3))
+        ends = frozenset({replica * stages, replica * stages + stages - 1} & set(live))
+        self._embedding, self._ends = Communicator(f"embedding of replica {replica}", stages=ends), len(ends)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])

@@ -16,9 +16,9 @@ needs has ended: it runs, and ends.
 The proof makes no other assumptions: the number of a device's queues does not matter, nor how often a host waits for
 it, nor whether communicators connect at their first use. Collectives of replicas belong to the action with which they
 are launched, if replicas run one plan in one order; if not, their reductions have places in all orders alike
-(engine.execution.stage_program). Two conditions remain. Later operations may start earlier, in
-another queue, so the device must have room for one kernel of each stream at once. And a single thread must launch
-everything, since work of a second thread would have no place in the order.
+(engine.execution.stage_program). Two conditions remain. Later operations may start earlier, in another queue, so the
+device must have room for one kernel of each stream at once. And a single thread must launch everything, since work of a
+second thread would have no place in the order.
 """
 
 from __future__ import annotations

@@ -241,6 +241,9 @@ class Reductions:
         self._final = replicas > 1 and iteration.reduction == "final"
         self._off = 0
         self._begun: list[int] = []
+        self._gradients, self._embedding = Communicator("gradients", of_stage=True), Communicator("embedding")
+        self._ends = 2
+        """Members of the embedding's communicator."""
         self.config = SimpleNamespace(
             no_sync_func=self._no_sync,
             grad_sync_func=None,
@@ -256,8 +259,7 @@ class Reductions:
 
     def begin(self, chunk: int) -> None:
         """Begin the reduction of one chunk."""
-        work = self._recorder.collective(Communicator("gradients", of_stage=True), self._replicas, 1e-3)
-        self._begun.append(work)
+        self._begun.append(self._recorder.collective(self._gradients, self._replicas, 1e-3))
 
     def finalize(self, stage: int, stages: int) -> None:
         """As finalize_model_grads: the rest of the reductions, and the embedding's of first and last stage."""
@@ -267,8 +269,7 @@ class Reductions:
         for work in self._begun:
             self._recorder.make_wait(work)
         if stage in (0, stages - 1):
-            work = self._recorder.collective(Communicator("embedding"), 2, 1e-3)
-            self._recorder.make_wait(work)
+            self._recorder.make_wait(self._recorder.collective(self._embedding, self._ends, 1e-3))
 
     def _model(self, chunk: int) -> Any:
         return SimpleNamespace(
