@@ -93,6 +93,7 @@ def _waits(runtime: AdaptraRuntime) -> SyncWaits:
 def _timed_sync(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     waits = _waits(runtime)
 
+    # Only the end is timed: with overlapped reductions, the start returns before any replica is waited for.
     @functools.wraps(stock)
     def finish_grad_sync(chunk: Any, *given: Any, **keywords: Any) -> Any:
         return waits.synchronize(functools.partial(stock, chunk, *given, **keywords))

@@ -94,6 +94,7 @@ class Order(Section):
     """The costs it was planned for, with the caps that it keeps. All ranks post their receives by them."""
 
     def __post_init__(self) -> None:
+        # Every rank decodes it here: an invalid order is an error on all of them, not a deadlock of those that run it.
         costs = self.costs
         limit = CODES_PER_CHUNK * costs.micro_batches * costs.chunks
         known = all(0 <= min(row, default=0) <= max(row, default=0) < limit for row in self.codes)
@@ -278,6 +279,7 @@ class DecisionWriter:
         """Take in `decision`, made from all measurements up to `iteration`. `packet`: its bytes; None if it was not
         made by the planner process."""
         with self._lock:
+            # The packet holds one decision as it was made: merged with another, it would have to be encoded anew.
             self._waiting = (decision, packet) if self._waiting is None else (self._waiting[0].then(decision), None)
             while self._next <= iteration + DELAY:
                 self._write_next()

@@ -193,7 +193,7 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
 
 
 def stragglers(times_s: Sequence[float], before: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Return the replicas that take more than `STRAGGLING` longer than the fastest.
+    """Return the replicas that are slower than the fastest one by more than the fraction `STRAGGLING`.
 
     For replicas that were stragglers `before`, half of `STRAGGLING` suffices, so that measurement noise does not move
     them in and out.

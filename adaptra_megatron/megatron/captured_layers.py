@@ -84,10 +84,10 @@ class CapturedLayers:
         return chunks if self._own else list(stock)
 
     def layers_for(self, stock: Callable[[], LayerOrder], layers_per_chunk: Sequence[int], weights: bool) -> LayerOrder:
-        """Return the order of layers to capture with combined 1F1B, and of each forward its chunk and place there.
+        """Return the order of layers to capture with combined 1F1B, and each forward's chunk and place in that order.
 
-        `stock`: returns Megatron's, for its own order of chunks. `weights`: whether the graphs hold weight gradients.
-        These run behind their backwards, as in stock's order.
+        `stock`: returns Megatron's, for its own order of chunks. `weights`: whether the graphs hold weight gradients,
+        each of which runs right after its backward, as in stock's order.
         """
         return layers_in_order(self._given, layers_per_chunk, weights) if self._own else stock()
 

@@ -56,7 +56,7 @@ Stepped = tuple[bool, Any, Any]
 
 
 class _Token(NamedTuple):
-    """Entry of one rank; the first rank's token names the part of the job's store."""
+    """One rank's random token. All ranks use the part of the job's store that the first rank's token names."""
 
     token: str
 

@@ -206,8 +206,8 @@ class MemoryWanted:
     predicted_s: float
     """Predicted seconds of an iteration within the caps."""
     caps: Mapping[str, float]
-    """Seconds of an iteration by number of activations that every stage might hold; only numbers that are worth their
-    memory."""
+    """Seconds of an iteration by number of activations that every stage might hold. A number that saves less than the
+    memory for it is worth is left out."""
     source: int | None = None
     """The link whose time cannot be hidden; null if no link is the cause."""
     target: int | None = None

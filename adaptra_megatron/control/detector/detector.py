@@ -349,7 +349,7 @@ _Sort = tuple[int, str, int]
 """Stage, kind of action and chunk. These durations grow with the size in the same way in all pipelines."""
 _PROPORTIONAL, _QUADRATIC = 1.0, 2.0
 _ENOUGH = 0.1
-"""Sum of squared logarithms of relative sizes from which on the measured growth is used."""
+"""Spread of sizes (sum of squared logarithms of relative sizes) above which the measured growth is used."""
 
 
 class SizeModel:

@@ -133,7 +133,7 @@ class StragglerDetector:
         return found
 
     def _explain(self, late: Late, all_late: Mapping[int, Late], hosts: Mapping[Cell, HostFigures]) -> bool:
-        """Update the causes of a late replica. Return whether there is one of a new kind."""
+        """Update the causes of a late replica. Return whether a cause of a new kind was found."""
         others = [
             figures for cell, figures in hosts.items() if cell.stage == late.stage and cell.replica not in all_late
         ]

@@ -31,7 +31,7 @@ class CellReport:
     host: HostFigures | None = None
     """Read only while a cell of the same stage is late."""
     missing: tuple[str, ...] = ()
-    """Packages that are missing on the cell's host, and would give more figures."""
+    """Packages that would give more figures, but are not installed on the cell's host."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,8 +83,8 @@ def plan_routed(
     shape = (costs.job.replicas, costs.micro_batches, costs.stages)
     if (present.replicas, present.micro_batches, len(present.hosts)) != shape:
         raise ScheduleError(
-            f"the present routing is of {present.replicas} replicas with {present.micro_batches} micro-batches and "
-            f"{len(present.hosts)} stages, the costs of {shape[0]} with {shape[1]} and {shape[2]}: plan without it"
+            f"the present routing has {present.replicas} replicas, {present.micro_batches} micro-batches and "
+            f"{len(present.hosts)} stages, but the costs {shape[0]}, {shape[1]} and {shape[2]}: plan without it"
         )
     usable = not any(Cell(host, stage) in costs.dead for stage, row in enumerate(present.hosts) for host in set(row))
     actions = 3 * costs.stages * costs.job_micro_batches

@@ -138,6 +138,7 @@ class IncomingCopies:
     def hand_over(self, tensor: torch.Tensor, copied: CudaEvent) -> None:
         """Make the current stream wait for `tensor`, and the reuse of its memory wait for the current stream."""
         try:
+            # The stream that computes, not the thread: the host may then launch ahead, as with a receive of NCCL.
             stream = self._device.current_stream()
             self._device.make_wait(stream, copied)
             self._device.keep_until_done_on(tensor, stream)

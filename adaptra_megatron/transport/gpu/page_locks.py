@@ -75,7 +75,7 @@ class PageLocks:
     def close(self) -> None:
         """Unlock everything. No copy may be in progress. May be called twice."""
         with self._lock:
-            self._refused = True
+            self._refused = True  # or a late message would lock pages for ever
             locked = list(self._locked)
         for address in locked:
             self.unlock(address)
@@ -102,6 +102,7 @@ class RingPages:
         """
         if ring is not None:
             self._locks.lock(ring.slots_address, ring.slots_nbytes)
+        # No new copy begins while the last ones end: a copy that is enqueued later would read unlocked, unmapped pages.
         with self.launching:
             drained = self._drain(drain_s)
             if self._ring is not None and drained:

@@ -107,6 +107,7 @@ class VerbsDecoder:
         messages = []
         while len(self._unread) >= _LENGTH.size:
             (nbytes,) = _LENGTH.unpack_from(self._unread)
+            # Before the rest arrives: a wrong length would otherwise let a peer fill this process's memory.
             if nbytes > LARGEST_NBYTES:
                 raise ValueError(f"a message of {nbytes} bytes exceeds the limit of {LARGEST_NBYTES}")
             end = _LENGTH.size + nbytes
