@@ -29,6 +29,8 @@ from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.failover.control_messages import MOST_PROBES, CreateSession, Measure, decode_note
 from adaptra_megatron.transport.failover.path_sender import Sender
+from adaptra_megatron.transport.gpu.host_copies import HostPayload
+from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.link_paths import PathSettings
 
 SECRET = b"s" * 32
@@ -160,8 +162,9 @@ def test_nor_is_junk(packet: bytes) -> None:
 
 
 def test_a_confirmation_of_what_was_never_sent_takes_no_time() -> None:
-    sender: Sender[int] = Sender(PathSettings(), nbytes_of=lambda nbytes: nbytes)
-    sender.tick(0.0, 0.0, list)
+    queue = RetransmitQueue(1, 1, lambda message: HostPayload(message.tensor), lambda number, packet: None)
+    sender = Sender(PathSettings(), queue)
+    sender.tick(0.0, 0.0)
     (meet,) = sender.effects.notes
     assert isinstance(meet, CreateSession)
     sender.made(meet.session, 0.0)

@@ -229,7 +229,7 @@ MakeGroup = Callable[[bool, int, float], LinkGroup]
 class DeviceWork:
     """Actions for the device path, to be performed without the link's lock."""
 
-    sends: list[tuple[DeviceSend[Computed], bool]] = field(default_factory=list)
+    sends: list[tuple[DeviceSend, bool]] = field(default_factory=list)
     """Messages to send, each with whether a header precedes it."""
     receives: list[DeviceReceive[TensorSpecification]] = field(default_factory=list)
     begin: list[tuple[bool, int]] = field(default_factory=list)
@@ -294,7 +294,7 @@ class DevicePath:
                 if send.message is None:
                     sending.probe(send.index, send.probe_nbytes)
                 else:
-                    sending.send(send.index, send.message.payload, header=header)
+                    sending.send(send.index, send.message.computed, header=header)
             except RuntimeError as cause:
                 self._events.device_failed(True, send.session, f"torch.distributed reported: {cause}")
         for receive in work.receives:

@@ -32,7 +32,6 @@ from adaptra_megatron.transport._ring import Event, Ring
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
 from adaptra_megatron.transport.device_session.sessions import DevicePath
 from adaptra_megatron.transport.dual_path.two_paths import PathSwitch, SecondPath
-from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.copies import Receipt
 from adaptra_megatron.transport.gpu.cuda_device import Computed, Device
 from adaptra_megatron.transport.gpu.host_copies import copies_for
@@ -96,26 +95,28 @@ class DualLink:
         self._arrival_signal = arrival_signal if arrival_signal is not None else ArrivalSignal()
         self._has_device_path = second is not None
         if second is None:
-            second = SecondPath(PathSettings(), _never, ControlChannel(_never))
+            second = SecondPath(PathSettings(), _never, _never)
         threads = LinkThreads() if threads is None else threads
         self._lock = lock = threading.Lock()
         wire = WIRES.get(settings.transport)  # None: which it is to be has not been settled
         self._state = state = HostLinkState(
             ends, lock, settings.grace_s, one_network=wire is None or wire.one_network, opens_s=opens_s
         )
-        self._retransmit_queue = RetransmitQueue(settings.window_messages, settings.window_nbytes)
+        pooled_nbytes = settings.pooled_nbytes
+        self._copies = copies_for(device, link=str(ends), pooled_nbytes=pooled_nbytes, on_ready=self._payload_ready)
+        self._retransmit_queue = RetransmitQueue(
+            settings.window_messages, settings.window_nbytes, self._copies.stage, second.send_note
+        )
         self._receive_queue = ReceiveQueue()
         due = self._receive_queue.due
         # To write means to wait for copies of a device: a thread that does cannot serve other links.
         writing = threads.writing if device is None else WritingThread(f"adaptra-host-send-{ends.peer}")
         self._writer = HostLinkWriter(writing, lock, state, self._retransmit_queue, due, settings.timeout_s)
-        pooled_nbytes = settings.pooled_nbytes
-        self._copies = copies_for(device, link=str(ends), pooled_nbytes=pooled_nbytes, on_ready=self._payload_ready)
         self._reader = HostLinkReader(threads.reading, lock, state, self._copies, self._writer, due, self, settings)
         limits = {"meeting_s": second.settings.probe_limit_s, "timeout_s": settings.timeout_s}
         self._device = DevicePath(second.make_group, self, **limits)
-        host = self._retransmit_queue, self._copies, self._writer
-        self._paths = PathSwitch(threads.writing, lock, state, second, host, self._device)
+        parts = self._retransmit_queue, self._writer, self._device
+        self._paths = PathSwitch(threads.writing, lock, state, second, *parts)
         self._micro_batches: int | None = None
         """Number of micro-batches of each replica, to name messages."""
         self._awaited: MessageKey | None = None
@@ -161,7 +162,7 @@ class DualLink:
         outgoing, now_s = self._outgoing(GREETING, greeting), time.monotonic()
         with self._lock:
             self._check_usable(GREETING, now_s, receiving=False)
-            self._retransmit_queue.post(GREETING, self._copies.stage(outgoing), 0, now_s)
+            self._retransmit_queue.post(GREETING, 0, outgoing, now_s)
             self._writer.write_on()
 
     def receive_greeting(self, greeting: torch.Tensor, deadline_s: float) -> None:
@@ -183,9 +184,8 @@ class DualLink:
         outgoing, now_s = self._outgoing(key, tensor), time.monotonic()
         with self._lock:
             self._check_usable(key, now_s, receiving=False)
-            posted, path = self._paths.sender.post(key, outgoing)
+            path = self._paths.sender.post(key, outgoing, now_s).path
             if path is Path.HOST:
-                self._retransmit_queue.post(key, self._copies.stage(outgoing), posted.number, now_s)
                 self._writer.write_on()
             # Taken with the lock, done without: NCCL may block in a send, and threads of this link need the lock
             # meanwhile.
@@ -268,10 +268,13 @@ class DualLink:
         """Wait until the peer has acknowledged all messages. Raises TransportError at `deadline_s`."""
         with self._lock:
             self._flushing = True
-            flushed = self._reader.wait_for(self._all_sent, deadline_s)
+            flushed = self._reader.wait_for(lambda: not len(self._retransmit_queue), deadline_s)
             self._flushing = False
             if not flushed:
-                raise self._not_sent(time.monotonic())
+                message = self._retransmit_queue.oldest()
+                assert message is not None
+                assert message.key is not None
+                raise self._error(message.key, message.posted_s, time.monotonic(), receiving=False)
 
     def close(self) -> None:
         """Send the last acknowledgements and FIN, unless the link was aborted, and end the threads. May be called
@@ -352,7 +355,8 @@ class DualLink:
         """Record that the control connection is up: the peer's host answers."""
         with self._lock:
             self._state.line_changed(None)
-            self._paths.on_reconnected()
+            self._retransmit_queue.on_reconnected()
+            self._paths.task.wake()
 
     def on_disconnected(self, cause: str) -> None:
         """Record that the control connection is down: the peer's host does not answer."""
@@ -393,7 +397,7 @@ class DualLink:
     def noted(self, below: int) -> None:
         """Release notes below this number, which the peer has."""
         with self._lock:
-            self._paths.noted(below)
+            self._retransmit_queue.noted(below)
 
     # Called by the threads of the device path.
 
@@ -441,7 +445,8 @@ class DualLink:
         """Return the time at which waiting for `key` (None: for all sends) fails."""
         if key is not None:
             return self._broken_from_s(by_device=self._paths.receiver.expects(key))
-        return self._broken_from_s(by_device=self._paths.sender.device_healthy and not len(self._retransmit_queue))
+        stranded = self._retransmit_queue.messages(Path.HOST)
+        return self._broken_from_s(by_device=self._paths.sender.device_healthy and not stranded)
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
         """Return when to check again a wait that began at `since_s`."""
@@ -476,15 +481,12 @@ class DualLink:
         """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""
         if not self._has_device_path:
             raise ValueError(f"note {number}, but this link has one path only")
-        acknowledged_below = self._paths.on_note_received(number, packet)
+        self._paths.on_notes(self._receive_queue.take_note(number, packet))
         self._wake_if_flushed()
-        return acknowledged_below
-
-    def _all_sent(self) -> bool:
-        return not len(self._retransmit_queue) and not self._paths.sender.retained
+        return self._receive_queue.noted_below
 
     def _wake_if_flushed(self) -> None:
-        if self._flushing and self._all_sent():
+        if self._flushing and not len(self._retransmit_queue):
             self._state.notify_waiting()
 
     def _broken_from_s(self, *, by_device: bool) -> float:
@@ -499,13 +501,6 @@ class DualLink:
         also = self._paths.device_in_words(receiving=receiving) if explained else ""
         spelled = key.spelled(self._micro_batches)
         return self._state.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
-
-    def _not_sent(self, now_s: float) -> TransportError:
-        oldest = self._retransmit_queue.oldest()
-        key, since_s = (None, now_s) if oldest is None else (oldest.key, oldest.posted_s)
-        key = key if key is not None else self._paths.sender.oldest_retained()
-        assert key is not None
-        return self._error(key, since_s, now_s, receiving=False)
 
     # Without the lock.
 

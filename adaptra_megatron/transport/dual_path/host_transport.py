@@ -20,7 +20,6 @@ from adaptra_megatron.transport.device_session.pair_group import LinkGroup
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.dual_path.link_opener import LinkOpener
 from adaptra_megatron.transport.dual_path.two_paths import SecondPath
-from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.cuda_device import Device
 from adaptra_megatron.transport.host_link.link_thread import LinkThreads
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -112,8 +111,10 @@ class HostTransport:
             assert maker is not None
             return maker.make(directed, session, timeout_s, link.opening)
 
-        channel = ControlChannel(lambda number, packet: lines.send(link, LinkNote(number, packet.decode())))
-        second = None if self._paths is None or maker is None else SecondPath(self._paths, make_group, channel)
+        def send_note(number: int, packet: bytes) -> None:
+            lines.send(link, LinkNote(number, packet.decode()))
+
+        second = None if self._paths is None or maker is None else SecondPath(self._paths, make_group, send_note)
         link = DualLink(ends, self._settings, self._device, self._arrival_signal, opens_s, second, self._threads)
         return link
 

@@ -18,6 +18,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,6 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.device_session.sessions import DevicePath, DeviceWork, MakeGroup
 from adaptra_megatron.transport.failover.control_messages import (
-    ControlChannel,
     FromSender,
     HostProbed,
     Note,
@@ -35,10 +35,8 @@ from adaptra_megatron.transport.failover.control_messages import (
     decode_note,
 )
 from adaptra_megatron.transport.failover.path_receiver import Receiver, ReceiverEffects
-from adaptra_megatron.transport.failover.path_sender import HostProber, Posted, Sender, SenderEffects
-from adaptra_megatron.transport.gpu.copies import Copies
-from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread, is_computed
-from adaptra_megatron.transport.gpu.host_copies import HostPayload
+from adaptra_megatron.transport.failover.path_sender import Burst, Sender, SenderEffects
+from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState
 from adaptra_megatron.transport.host_link.host_link_writer import HostLinkWriter
 from adaptra_megatron.transport.host_link.link_thread import LinkTask, WritingThread
@@ -71,7 +69,8 @@ class SecondPath:
 
     settings: PathSettings
     make_group: MakeGroup
-    channel: ControlChannel
+    send_note: Callable[[int, bytes], None]
+    """See RetransmitQueue."""
 
 
 class PathSwitch:
@@ -87,24 +86,27 @@ class PathSwitch:
         lock: threading.Lock,
         state: HostLinkState,
         second: SecondPath,
-        host: tuple[RetransmitQueue, Copies, HostLinkWriter],
+        retransmit_queue: RetransmitQueue,
+        writer: HostLinkWriter,
         device_path: DevicePath,
     ) -> None:
-        """`host`: parts of the host path."""
         self.settings = second.settings
-        self.sender: Sender[Computed] = Sender(second.settings, lambda message: message.tensor.nbytes, is_computed)
+        self.sender = Sender(second.settings, retransmit_queue)
         self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
         self.task = LinkTask(thread, lock, self._next_step)
         """Timed actions and overdue notes; ends once the link closes."""
         self._lock = lock
         self._acting: threading.Thread | None = None
         """Performs slow actions on the device path."""
-        self._state, self._device_path, self._channel = state, device_path, second.channel
-        self._retransmit_queue, self._copies, self._writer = host
+        self._state, self._device_path = state, device_path
+        self._retransmit_queue, self._writer = retransmit_queue, writer
         self._work, self._nothing = DeviceWork(), DeviceWork()
         """Actions on the device path that are due."""
         self._end_logged = {True: False, False: False}
-        self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, self._send_probe)
+        self._host_burst: Burst | None = None
+        """Burst that probes the host path; None if none is in flight."""
+        self._host_probes = 0
+        """Number of probes sent by the host path so far."""
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._measured: list[ProbeTimes] = []
 
@@ -123,9 +125,10 @@ class PathSwitch:
             return
         if self.sender.path is Path.HOST:
             self.sender.measure(self.sender.latest_nbytes)
-        elif self._state.session and not self._retransmit_queue.probing and not self._host_probes.under_way:
-            nothing = torch.empty(self.sender.latest_nbytes, dtype=torch.uint8, device=device)
-            self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
+        elif self._state.session and not self._retransmit_queue.probing and self._host_burst is None:
+            message = Computed(torch.empty(self.sender.latest_nbytes, dtype=torch.uint8, device=device), None)
+            self._host_burst = Burst(Path.HOST, message.tensor.nbytes, self.settings.measuring_probes, message)
+            self._send_probe(self._host_burst, time.monotonic())
 
     def take_prompt(self) -> DeviceWork:
         """Return the actions that the calling thread must have the device path `perform` at once, without the lock;
@@ -199,14 +202,14 @@ class PathSwitch:
         """
         self.receiver.confirm_again()
         if up:
-            self._host_probes.drop()  # what was under way tells how long the link was down
+            self._host_burst = None  # what was under way tells how long the link was down
         self._settle_effects()
         self.task.wake()
 
     def acknowledged(self, sequence: int) -> None:
         """Handle an acknowledgement: of a host-path message, or of a device session's messages."""
         if (confirmed := confirmation(sequence)) is None:
-            self._acknowledged_by_host(sequence)
+            self._retransmit_queue.acknowledge(sequence)
         else:
             self._confirmed(*confirmed)
 
@@ -214,11 +217,11 @@ class PathSwitch:
         """Answer a probe that arrived by the host path."""
         self._send_note(HostProbed(number, arrived_s), time.monotonic())
 
-    def on_note_received(self, number: int, packet: bytes) -> int:
-        """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""
+    def on_notes(self, packets: Iterable[bytes]) -> None:
+        """Process notes, in order. Raises ValueError for an invalid one."""
         now_s = time.monotonic()
-        for readable in self._channel.take(number, packet):
-            note = decode_note(readable)
+        for packet in packets:
+            note = decode_note(packet)
             try:
                 self._on_note(note, now_s)
             # Valid fields in an impossible order: the peer is broken, or runs another version.
@@ -226,22 +229,19 @@ class PathSwitch:
                 raise ValueError(f"{note}, which does not fit what was said before") from cause
         self._settle_effects()
         self.task.wake()
-        return self._channel.acknowledged_below
-
-    def noted(self, below: int) -> None:
-        """Release notes below this number, which the peer has."""
-        self._channel.noted(below)
-
-    def on_reconnected(self) -> None:
-        """Record that the control connection is up, perhaps again."""
-        self._channel.on_reconnected()
-        self.task.wake()
 
     def _on_note(self, note: Note, now_s: float) -> None:
         if isinstance(note, FromSender):
             self.receiver.on_note(note, now_s)
         elif isinstance(note, HostProbed):
-            self._measured += self._host_probes.answered(note.number, note.arrived_s, now_s)
+            burst = self._host_burst
+            if burst is None or not burst.answered(note.number, note.arrived_s):
+                return
+            if not burst.over:
+                self._send_probe(burst, now_s)
+                return
+            self._host_burst = None
+            self._measured += burst.times(self._state.ends.peer)
         elif isinstance(note, Received):
             self._confirmed(note.session, note.count)
         else:
@@ -301,28 +301,27 @@ class PathSwitch:
                 level = logging.INFO if self.sender.failures else logging.DEBUG  # after a failure it is news
                 link = self._state.ends.direction(receiving=False)
                 logger.log(level, "link %s: messages go by the device path", link)
+                self._state.notify_waiting()
         if receiver.confirm is not None:
             self._confirm(*receiver.confirm, now_s)
         if sender.measured is not None:
             self._measured += sender.measured.times(self._state.ends.peer)
-        self._move(sender, now_s)
+        if sender.resends:
+            try:
+                for message in sender.resends:
+                    self._retransmit_queue.carry(message, Path.HOST)
+            except TransportError as cause:  # perhaps not in the training thread: the failed link raises it there
+                self._state.fail(str(cause))
+            self._writer.write_on()
+            self._state.notify_waiting()
         work, header = self._work, self._specification.shape is None
         work.sends += [(send, header) for send in sender.sends]
         work.receives += receiver.receives
         work.begin += [(True, session) for session in sender.begin] + [(False, session) for session in receiver.begin]
         work.end += [(True, session) for session in sender.end] + [(False, session) for session in receiver.end]
 
-    def _acknowledged_by_host(self, sequence: int) -> None:
-        message = self._retransmit_queue.acknowledge(sequence)
-        if message is not None and message.key is None and not message.probe:
-            self._channel.acknowledged(message.number)
-
     def _send_note(self, note: Note, now_s: float) -> None:
-        """Send a note; `channel` keeps it until the peer has acknowledged it."""
-        packet = packed(note)
-        number = self._channel.post(packet, now_s)
-        payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
-        self._retransmit_queue.post(None, payload, number, now_s)
+        self._retransmit_queue.post_note(packed(note), now_s)
         self._writer.write_on()
 
     def _confirm(self, session: int, received: int, now_s: float) -> None:
@@ -334,43 +333,16 @@ class PathSwitch:
         else:
             self._writer.acknowledge(_CONFIRMS | session << _COUNT_BITS | received)
 
-    def _send_probe(self, message: Computed, number: int, now_s: float) -> None:
+    def _send_probe(self, burst: Burst, now_s: float) -> None:
+        """Send the next probe of a burst by the host path."""
+        assert burst.message is not None
+        burst.sent(self._host_probes, now_s)
         try:
-            self._retransmit_queue.post(None, self._copies.stage(message), number, now_s, probe=True)
+            self._retransmit_queue.post_probe(self._host_probes, burst.message, now_s)
             self._writer.write_on()
         except TransportError as cause:
             self._state.fail(str(cause))
-
-    def _move(self, effects: SenderEffects[Computed], now_s: float) -> None:
-        """Move messages between the two paths, as the sender's effects require."""
-        if not effects.withdrawals and not effects.resends:
-            return
-        waiting = {message.number: message for message in self._retransmit_queue.messages(elsewhere=True)}
-        for number in effects.withdrawals:
-            self._retransmit_queue.send_elsewhere(waiting[number])
-        for message in effects.resends:
-            # It was on the host path before: part of it may have arrived there, under its old sequence number.
-            if message.number in waiting:
-                self._retransmit_queue.send_after_all(waiting[message.number])
-                continue
-            try:
-                self._retransmit_queue.post(message.key, self._copies.stage(message.payload), message.number, now_s)
-            except TransportError as cause:  # perhaps not in the training thread: the failed link raises it there
-                self._state.fail(str(cause))
-        self._writer.write_on()
-        self._state.notify_waiting()
-
-    def _unacknowledged(self) -> list[Posted[Computed]]:
-        """Return the host path's unacknowledged messages, for the device path; none if the device has failed."""
-        try:
-            return [
-                Posted(message.number, message.key, message.payload.computed())
-                for message in self._retransmit_queue.messages()
-                if message.key is not None
-            ]
-        except TransportError as cause:
-            self._state.fail(str(cause))
-            return []
+        self._host_probes += 1
 
     # What threads do.
 
@@ -390,13 +362,13 @@ class PathSwitch:
         if not state.finished:
             # 0 means up, so a path that has gone down in this moment needs a positive time.
             down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)
-            self.sender.tick(now_s, down_s, self._unacknowledged)
+            self.sender.tick(now_s, down_s)
         self._settle_effects()
-        self._channel.send_overdue(now_s)
+        self._retransmit_queue.send_overdue(now_s)
         if self._work and self._acting is None:
             self._acting = DeviceThread(self._act, f"adaptra-path-{state.ends.peer}")
             self._acting.start()
-        until_s = self._channel.overdue_from_s
+        until_s = self._retransmit_queue.overdue_from_s
         if not state.finished:
             until_s = min(until_s, self.sender.next_tick_s, math.inf if down_since_s is None else now_s + _TICK_S)
         return min(_IDLE_S, max(1e-3, until_s - now_s))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control messages ("notes") between the two ends of a directed link, and the channel that delivers them.
+"""Control messages ("notes") between the two ends of a directed link.
 
 Wire format: one JSON object, at most NOTE_NBYTES, whose field "is" names the kind (the tag of each class below).
 
-1. ControlChannel delivers each note once and in order. Each is sent by the host path and, if it is not acknowledged
-   within OVERDUE_S, also by the control connection. The receiver drops duplicates and holds back notes that arrive
+1. RetransmitQueue and ReceiveQueue deliver each note once and in order, as messages by the host path and, if it is not
+   acknowledged in time, also by the control connection. The receiver drops duplicates and holds back notes that arrive
    early.
 2. Fields are typed and bounded. An unknown kind, or a missing, additional or impossible field, is a ValueError, which
    ends the session or connection that brought the note. There is no version field: all ranks of a job are to run one
@@ -17,81 +17,11 @@ Wire format: one JSON object, at most NOTE_NBYTES, whose field "is" names the ki
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 
 from adaptra_megatron.common.typed_messages import Natural, TaggedMessage, unpacked
-
-OVERDUE_S = 0.2
-"""Longest time for the host path to get a note acknowledged before the control connection carries it too."""
-
-
-class ControlChannel:
-    """Numbers and orders the notes of both directions of a link. Not thread-safe: callers hold the link's lock."""
-
-    def __init__(self, send: Callable[[int, bytes], None]) -> None:
-        """`send(number, packet)` puts a note on the control connection and returns at once. If that connection breaks,
-        the note is lost.
-        """
-        self._send = send
-        self._posted = 0
-        self._next = 0
-        self._early: dict[int, bytes] = {}
-        self._unacknowledged: dict[int, tuple[bytes, float]] = {}
-        self._sent: set[int] = set()
-        """Notes put on the control connection since it last came up."""
-
-    def post(self, packet: bytes, now_s: float) -> int:
-        """Keep a new note until it is acknowledged; return its number."""
-        number = self._posted
-        self._posted += 1
-        self._unacknowledged[number] = (packet, now_s)
-        return number
-
-    def acknowledged(self, number: int) -> None:
-        """Release the note of this number, which the peer has."""
-        self._unacknowledged.pop(number, None)
-
-    def noted(self, below: int) -> None:
-        """Release all notes below this number: the peer has acknowledged them."""
-        for number in [number for number in self._unacknowledged if number < below]:
-            del self._unacknowledged[number]
-
-    def on_reconnected(self) -> None:
-        """Mark all notes as unsent: notes on the former control connection may be lost."""
-        self._sent.clear()
-
-    def send_overdue(self, now_s: float) -> None:
-        """Put overdue notes on the control connection."""
-        for number, (packet, posted_s) in self._unacknowledged.items():
-            if number not in self._sent and now_s >= posted_s + OVERDUE_S:
-                self._sent.add(number)
-                self._send(number, packet)
-
-    @property
-    def overdue_from_s(self) -> float:
-        """Return when the next note becomes overdue."""
-        unsent = (posted_s for number, (_, posted_s) in self._unacknowledged.items() if number not in self._sent)
-        return min(unsent, default=math.inf) + OVERDUE_S
-
-    def take(self, number: int, packet: bytes) -> list[bytes]:
-        """Process a note; return the notes that can be read now, in order. Duplicates change nothing."""
-        if number >= self._next:
-            self._early[number] = packet
-        readable = []
-        while (due := self._early.pop(self._next, None)) is not None:
-            readable.append(due)
-            self._next += 1
-        return readable
-
-    @property
-    def acknowledged_below(self) -> int:
-        """Number below which all notes have arrived."""
-        return self._next
-
 
 NOTE_NBYTES = 1 << 16
 """Largest note, in bytes."""

@@ -17,17 +17,16 @@ Phases of a device session; messages take the device path while it carries or dr
                               ^----------------------'          posted up to the number of SwitchAt
     any of them -> FAILED -> no session, for a back-off         Failed, or the receiver's Dead, which ends the session
 
-There is no clock, thread or I/O here: times are arguments (seconds of the monotonic clock), and actions are recorded in
-`effects`. So tests run both ends through every order of events.
+The link's RetransmitQueue keeps the messages. There is no clock, thread or I/O here: times are arguments (seconds of
+the monotonic clock), and actions are recorded in `effects`. So tests run both ends through every order of events.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.transport.failover.control_messages import (
@@ -47,7 +46,8 @@ from adaptra_megatron.transport.failover.control_messages import (
     SentCount,
     SwitchAt,
 )
-from adaptra_megatron.transport.gpu.cuda_device import Computed
+from adaptra_megatron.transport.gpu.cuda_device import Computed, is_computed
+from adaptra_megatron.transport.host_link.message_queues import Outgoing, RetransmitQueue
 from adaptra_megatron.transport.link_paths import PROBE_NBYTES, Path, PathSettings, ProbeTimes, TransferTimes, why_down
 from adaptra_megatron.transport.message_keys import MessageKey
 
@@ -63,6 +63,8 @@ class Burst:
     path: Path
     nbytes: int
     count: int
+    message: Computed | None = None
+    """Message of every probe of the host path; its bytes mean nothing."""
     sent_s: list[float] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     _number: int = -1
@@ -101,81 +103,24 @@ class Burst:
         return [ProbeTimes(peer, self.path, self.nbytes, sent_s, arrived_s) for sent_s, arrived_s in pairs]
 
 
-class HostProber:
-    """Probes the host path of a link, one burst at a time. Not thread-safe: callers hold the link's lock."""
-
-    def __init__(self, peer: int, count: int, send: Callable[[Computed, int, float], None]) -> None:
-        """`count`: probes of a burst. `send(message, number, now_s)` sends a probe; never waits."""
-        self._peer, self._count, self._send = peer, count, send
-        self._burst: Burst | None = None
-        self._message: Computed | None = None
-        self._next = 0
-
-    @property
-    def under_way(self) -> bool:
-        """Return whether a burst is in flight."""
-        return self._burst is not None
-
-    def begin(self, message: Computed, now_s: float) -> None:
-        """Begin a burst whose probes are all `message`; its content is never read."""
-        self._burst, self._message = Burst(Path.HOST, message.tensor.nbytes, self._count), message
-        self._send_next(now_s)
-
-    def answered(self, number: int, arrived_s: float, now_s: float) -> list[ProbeTimes]:
-        """Record the peer's receipt of a probe, by its clock; return the burst's times if that was the last one."""
-        burst = self._burst
-        if burst is None or not burst.answered(number, arrived_s):
-            return []
-        if not burst.over:
-            self._send_next(now_s)
-            return []
-        self.drop()
-        return burst.times(self._peer)
-
-    def drop(self) -> None:
-        """Discard the burst in flight."""
-        self._burst = self._message = None
-
-    def _send_next(self, now_s: float) -> None:
-        assert self._burst is not None
-        assert self._message is not None
-        number, self._next = self._next, self._next + 1
-        self._burst.sent(number, now_s)
-        self._send(self._message, number, now_s)
-
-
-Payload = TypeVar("Payload")
-
-
 @dataclass(frozen=True)
-class Posted(Generic[Payload]):
-    """One message of the directed link; keeps its bytes alive."""
-
-    number: int
-    key: MessageKey
-    payload: Payload
-
-
-@dataclass(frozen=True)
-class DeviceSend(Generic[Payload]):
+class DeviceSend:
     """A send in this session with this index; without a message, it is a probe."""
 
     session: int
     index: int
-    message: Posted[Payload] | None
+    message: Outgoing | None
     probe_nbytes: int = PROBE_NBYTES
 
 
 @dataclass
-class SenderEffects(Generic[Payload]):
+class SenderEffects:
     """Actions that the caller must perform, in this order within each list."""
 
     notes: list[FromSender] = field(default_factory=list)
-    sends: list[DeviceSend[Payload]] = field(default_factory=list)
-    resends: list[Posted[Payload]] = field(default_factory=list)
+    sends: list[DeviceSend] = field(default_factory=list)
+    resends: list[Outgoing] = field(default_factory=list)
     """Messages to resend by the host path."""
-    withdrawals: list[int] = field(default_factory=list)
-    """Numbers of messages that the host path need not carry any more."""
     begin: list[int] = field(default_factory=list)
     """Sessions to make."""
     end: list[int] = field(default_factory=list)
@@ -184,9 +129,7 @@ class SenderEffects(Generic[Payload]):
     """A finished probe burst of the device path."""
 
     def __bool__(self) -> bool:
-        return bool(
-            self.notes or self.sends or self.resends or self.withdrawals or self.begin or self.end or self.measured
-        )
+        return bool(self.notes or self.sends or self.resends or self.begin or self.end or self.measured)
 
 
 class SenderPhase(enum.Enum):
@@ -205,7 +148,7 @@ _CARRIES = (SenderPhase.CARRYING, SenderPhase.DRAINING)
 
 
 @dataclass
-class _Session(Generic[Payload]):
+class _Session:
     """A device session, from its proposal until the receiver's Dead."""
 
     number: int
@@ -221,7 +164,7 @@ class _Session(Generic[Payload]):
     received: int = 0
     until: int | None = None
     """While it drains: first number that takes the host path; None until agreed on."""
-    retained: dict[int, Posted[Payload]] = field(default_factory=dict)
+    retained: dict[int, Outgoing] = field(default_factory=dict)
     """Unconfirmed messages, by index."""
     burst: Burst | None = None
     """The announced burst; None if none is."""
@@ -231,23 +174,16 @@ class _Session(Generic[Payload]):
     """True once the receiver has posted receives of the burst."""
 
 
-class Sender(Generic[Payload]):
+class Sender:
     """Sending end of a directed link. Not thread-safe: callers hold the link's lock."""
 
-    def __init__(
-        self,
-        settings: PathSettings,
-        nbytes_of: Callable[[Payload], int],
-        is_computed: Callable[[Payload], bool] = lambda payload: True,
-    ) -> None:
-        """`is_computed`: returns whether a posted message has been computed; the receiver counts no message as late
-        before that.
-        """
+    def __init__(self, settings: PathSettings, queue: RetransmitQueue) -> None:
+        """`queue`: keeps the messages of both paths."""
         self.posted = 0
         """Number of messages posted so far: the number of the next one."""
         self.latest_nbytes = 0
         """Bytes of the message posted last; 0 before the first."""
-        self.effects: SenderEffects[Payload] = SenderEffects()
+        self.effects = SenderEffects()
         self.by_path = {Path.DEVICE: 0, Path.HOST: 0}
         """Messages posted, by the path of their first transmission."""
         self.switches = 0
@@ -260,10 +196,10 @@ class Sender(Generic[Payload]):
         """Cause of the end of the last healthy session."""
         self.was_healthy = False
         """True if the session that failed last had been healthy."""
-        self._settings, self._nbytes_of, self._is_computed = settings, nbytes_of, is_computed
+        self._settings, self._queue = settings, queue
         self._transfers = TransferTimes(settings)
         self._preferred = settings.preferred
-        self._session: _Session[Payload] | None = None
+        self._session: _Session | None = None
         self._sessions = 0
         self._rest_until_s = -math.inf
         self._backoff = Backoff(settings.first_rest_s, settings.longest_rest_s)
@@ -293,25 +229,23 @@ class Sender(Generic[Payload]):
         """Return why the device path is down; None while it is usable, and before it first came up."""
         return why_down(self.died, self.cause) if self._backoff.failures and not self.device_healthy else None
 
-    def oldest_retained(self) -> MessageKey | None:
-        """Return the key of the oldest unconfirmed message."""
-        return next((each.key for each in self._session.retained.values()), None) if self._session else None
-
     def prefer(self, path: Path) -> None:
         """Prefer `path` from the next `tick` on."""
         self._preferred = path
 
-    def post(self, key: MessageKey, payload: Payload) -> tuple[Posted[Payload], Path]:
-        """Number a message and return its path. For the device path, the send is left in `effects`."""
+    def post(self, key: MessageKey, computed: Computed, now_s: float) -> Outgoing:
+        """Number a message and choose its path. For the device path, the send is left in `effects`. Raises
+        TransportError if the device failed.
+        """
         path = self.path
-        message = Posted(self.posted, key, payload)
-        self.posted, self.latest_nbytes = self.posted + 1, self._nbytes_of(payload)
+        message = self._queue.post(key, self.posted, computed, now_s, path)
+        self.posted, self.latest_nbytes = self.posted + 1, computed.tensor.nbytes
         self.by_path[path] += 1
         if path is Path.DEVICE:
             assert self._session is not None
             self._send(self._session, message)
             self._leave_if_over(self._session)
-        return message, path
+        return message
 
     def measure(self, nbytes: int) -> None:
         """Begin a probe burst on the device path, if that is healthy and idle, and `standby` is set."""
@@ -349,7 +283,7 @@ class Sender(Generic[Payload]):
         if current is None or current.number != session:
             return
         for index in [index for index in current.retained if index < received]:
-            del current.retained[index]
+            self._queue.confirm(current.retained.pop(index))
         current.received = max(current.received, received)
 
     def on_note(self, note: FromReceiver, now_s: float) -> None:
@@ -366,9 +300,9 @@ class Sender(Generic[Payload]):
             # arrives, which in turn may wait for it.
             self.confirmed(note.session, note.index)
             # A posted message may still be in computation. The receiver must not count that time against the path.
-            waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
+            waiting = (index for index, each in current.retained.items() if not is_computed(each.computed))
             asked_for = current.retained.get(note.index)
-            nbytes = self._nbytes_of(asked_for.payload) if asked_for is not None else current.probe_nbytes
+            nbytes = asked_for.computed.tensor.nbytes if asked_for is not None else current.probe_nbytes
             self.effects.notes.append(SentCount(note.session, next(waiting, current.sent), nbytes))
         elif isinstance(note, ReadyForProbe):
             current.awaited = True
@@ -382,9 +316,7 @@ class Sender(Generic[Payload]):
             self.effects.notes.append(SwitchAt(note.session, current.until))
             self._leave_if_over(current)
 
-    def tick(
-        self, now_s: float, host_down_s: float, host_unacknowledged: Callable[[], Sequence[Posted[Payload]]]
-    ) -> None:
+    def tick(self, now_s: float, host_down_s: float) -> None:
         """Perform timed actions. `host_down_s`: how long the host path has been down; 0 while it is up."""
         if self._session is None:
             # Without a standby session one is made only once the host path has been down for long.
@@ -397,7 +329,7 @@ class Sender(Generic[Payload]):
             return
         self._prove(self._session, now_s)
         self._give_up_measuring(self._session, now_s)
-        self._choose(self._session, host_down_s, host_unacknowledged)
+        self._choose(self._session, host_down_s)
 
     @property
     def next_tick_s(self) -> float:
@@ -413,7 +345,7 @@ class Sender(Generic[Payload]):
         limit_s = session.since_s + self._settings.probe_limit_s
         return min(limit_s, session.next_probe_s) if session.phase is SenderPhase.PROVING else limit_s
 
-    def _prove(self, session: _Session[Payload], now_s: float) -> None:
+    def _prove(self, session: _Session, now_s: float) -> None:
         """Send the probes of a new session that are due; promote the session once all have arrived."""
         if session.phase not in (SenderPhase.PROPOSED, SenderPhase.PROVING):
             return
@@ -433,20 +365,20 @@ class Sender(Generic[Payload]):
         if session.probed == settings.probes:
             session.next_probe_s = math.inf
 
-    def _send_probe(self, session: _Session[Payload], nbytes: int) -> None:
+    def _send_probe(self, session: _Session, nbytes: int) -> None:
         self.effects.sends.append(DeviceSend(session.number, session.sent, None, nbytes))
         session.sent += 1
         session.probed += 1
         session.probe_nbytes = nbytes
 
-    def _measure(self, session: _Session[Payload], now_s: float) -> None:
+    def _measure(self, session: _Session, now_s: float) -> None:
         """Send the burst's next probe, if it is due."""
         burst = session.burst
         if burst is not None and session.awaited and burst.due:
             burst.sent(session.sent, now_s)
             self._send_probe(session, burst.nbytes)
 
-    def _probed(self, session: _Session[Payload], note: Probed, now_s: float) -> None:
+    def _probed(self, session: _Session, note: Probed, now_s: float) -> None:
         burst = session.burst
         since_s = burst.waiting_since_s if burst is not None else None
         if burst is None or since_s is None or not burst.answered(note.index, note.arrived_s):
@@ -457,7 +389,7 @@ class Sender(Generic[Payload]):
         else:
             self._measure(session, now_s)
 
-    def _give_up_measuring(self, session: _Session[Payload], now_s: float) -> None:
+    def _give_up_measuring(self, session: _Session, now_s: float) -> None:
         burst = session.burst
         if burst is not None and now_s >= self._probe_due_s(session):
             assert burst.waiting_since_s is not None
@@ -467,30 +399,25 @@ class Sender(Generic[Payload]):
             self._transfers.took(burst.nbytes, waited_s)
             self.failed(session.number, f"a probe did not arrive in {waited_s:.1f} s")
 
-    def _probe_due_s(self, session: _Session[Payload]) -> float:
+    def _probe_due_s(self, session: _Session) -> float:
         """Return the time at which the probe in flight is overdue."""
         burst = session.burst
         if burst is None or burst.waiting_since_s is None:
             return math.inf
         return burst.waiting_since_s + self._settings.probe_limit_s + self._transfers.allowed_s(burst.nbytes)
 
-    def _cut_burst_short(self, session: _Session[Payload]) -> None:
+    def _cut_burst_short(self, session: _Session) -> None:
         """Send the rest of the announced burst at once, unmeasured: the receiver expects it before further messages."""
         if session.burst is not None:
             for _ in range(session.burst.count - len(session.burst.sent_s)):
                 self._send_probe(session, session.burst.nbytes)
             session.burst = None
 
-    def _choose(
-        self,
-        session: _Session[Payload],
-        host_down_s: float,
-        host_unacknowledged: Callable[[], Sequence[Posted[Payload]]],
-    ) -> None:
+    def _choose(self, session: _Session, host_down_s: float) -> None:
         if session.phase not in _HEALTHY:
             return
         host_dead = host_down_s > self._settings.host_patience_s
-        stranded = host_unacknowledged() if host_dead else ()
+        stranded = self._queue.messages(Path.HOST) if host_dead else []
         if stranded and (session.phase is not SenderPhase.STANDBY or session.sent > session.probed):
             # Their numbers are below those that the session has carried, but a receiver posts in ascending order: only
             # a new session can carry them.
@@ -502,7 +429,7 @@ class Sender(Generic[Payload]):
             session.phase = SenderPhase.DRAINING
             self.effects.notes.append(Close(session.number))
 
-    def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
+    def _open(self, session: _Session, stranded: Sequence[Outgoing]) -> None:
         """Move to the device path: all later messages, and those stranded on a failed host path."""
         self._cut_burst_short(session)
         first = min((message.number for message in stranded), default=self.posted)
@@ -512,22 +439,22 @@ class Sender(Generic[Payload]):
         self.effects.notes.append(Open(session.number, first, skipped))
         session.phase, session.until = SenderPhase.CARRYING, None
         self.switches += 1
-        for message in sorted(stranded, key=lambda message: message.number):
+        for message in stranded:
+            self._queue.carry(message, Path.DEVICE)
             self._send(session, message)
-            self.effects.withdrawals.append(message.number)
 
-    def _send(self, session: _Session[Payload], message: Posted[Payload]) -> None:
+    def _send(self, session: _Session, message: Outgoing) -> None:
         session.retained[session.sent] = message
         self.effects.sends.append(DeviceSend(session.number, session.sent, message))
         session.sent += 1
 
-    def _leave_if_over(self, session: _Session[Payload]) -> None:
+    def _leave_if_over(self, session: _Session) -> None:
         """End draining once all messages before the agreed number are posted; the session stays in standby."""
         if session.phase is SenderPhase.DRAINING and session.until is not None and self.posted >= session.until:
             session.phase = SenderPhase.STANDBY
             self.switches += 1
 
-    def _on_session_closed(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
+    def _on_session_closed(self, session: _Session, note: Dead, now_s: float) -> None:
         self.confirmed(note.session, note.received)
         self.cause = note.cause
         self.was_healthy = math.isfinite(session.proven_s)

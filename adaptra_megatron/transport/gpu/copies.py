@@ -55,12 +55,6 @@ class Payload(Protocol):
         failed.
         """
 
-    def computed(self) -> Computed:
-        """Return the tensor on the training's device, for another path. For any thread.
-
-        Raises TransportError if the device failed.
-        """
-
 
 class Receipt(Protocol):
     """A received message on its way from host memory to the training's device."""

@@ -37,9 +37,6 @@ class HostPayload:
         nbytes, patience_s = self._tensor.nbytes, PATIENCE_S if deadline_s else 0.0
         return ring.write_some(description, self._tensor.data_ptr(), nbytes, offset, PART_NBYTES, patience_s)
 
-    def computed(self) -> Computed:
-        return Computed(self._tensor, None)
-
 
 class HostReceipt:
     """A received tensor in host memory."""

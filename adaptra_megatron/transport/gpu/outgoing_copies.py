@@ -51,10 +51,6 @@ class OutgoingCopy:
         self.message = message
         self._copies = copies
 
-    def computed(self) -> Computed:
-        self._copies.check()
-        return self.message
-
     def write(self, ring: Ring, description: Description, deadline_s: float, offset: int = 0) -> int:
         self._copies.write(self.message.tensor, ring, description, deadline_s)
         return self.nbytes + 1

@@ -3,11 +3,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
 
 from adaptra_megatron.transport.gpu.copies import Payload, Receipt
+from adaptra_megatron.transport.gpu.cuda_device import Computed
+from adaptra_megatron.transport.gpu.host_copies import HostPayload
+from adaptra_megatron.transport.link_paths import Path
 from adaptra_megatron.transport.message_keys import MessageKey
+
+OVERDUE_S = 0.2
+"""Longest time for the host path to get a note acknowledged before the control connection carries it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,9 @@ class ReceiveQueue:
         """Keys of the latest attempt that have been used; earlier attempts are over."""
         self._turn = (0, 0)
         """(iteration, attempt) of the latest receives."""
+        self.noted_below = 0
+        """Number below which all notes have arrived."""
+        self._early_notes: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._arrived)
@@ -87,6 +100,16 @@ class ReceiveQueue:
         self._used.add(key)
         return self._arrived.pop(key), self._posted.pop(key)
 
+    def take_note(self, number: int, packet: bytes) -> list[bytes]:
+        """Take in a note; return those that can be read now, in order. Duplicates change nothing."""
+        if number >= self.noted_below:
+            self._early_notes[number] = packet
+        readable = []
+        while (due := self._early_notes.pop(self.noted_below, None)) is not None:
+            readable.append(due)
+            self.noted_below += 1
+        return readable
+
     def _begin(self, turn: tuple[int, int]) -> None:
         """Begin another attempt: drop the messages and receives of earlier ones."""
         self._turn = turn
@@ -108,69 +131,109 @@ class ReceiveQueue:
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """One unacknowledged message; keeps its bytes alive."""
+    """One unacknowledged message, note or probe; keeps its bytes alive."""
 
-    sequence: int
     key: MessageKey | None
     """None for a note or a probe."""
     number: int
-    """Number among all messages of the directed link, or among its notes, or probes."""
-    payload: Payload
+    """Number among all messages of the directed link, on either path, or among its notes, or probes."""
+    computed: Computed
     posted_s: float
+    path: Path = Path.HOST
+    """Path that carries it."""
+    probe: bool = False
+    """True for a probe, False for a note; for messages, False."""
+    sequence: int = -1
+    """Sequence number of the host path; -1: that has never carried it."""
+    payload: Payload = field(init=False)
+    """For the host path."""
     written: bool = False
     """True while it is in the ring of the present session, or its turn to be written."""
     written_nbytes: int = 0
     """Bytes of it that are in the ring of the present session: a message is written in parts."""
-    elsewhere: bool = False
-    """True if another path carries it now: the receiver does not wait for this one."""
-    probe: bool = False
-    """True for a probe, False for a note; for messages, False."""
+    on_line: bool = False
+    """True for a note put on the control connection since that last came up."""
 
 
 class RetransmitQueue:
-    """Unacknowledged messages in the order of posting; notes and probes are written first. Not thread-safe."""
+    """Everything sent over a link until the peer has acknowledged it, whichever path carries it. Not thread-safe.
 
-    def __init__(self, window_messages: int, window_nbytes: int) -> None:
-        """Most messages and bytes to have in flight; a single message may be larger, and notes do not count."""
+    1. A message belongs to the path that carries it, and is delivered once either path has acknowledged it.
+    2. What the host path has begun to carry keeps its sequence number there until the host path has acknowledged it,
+       too: part of it may have arrived, and the peer expects all of them.
+    3. Notes and probes are written first. A note that is not acknowledged within OVERDUE_S goes by the control
+       connection, too.
+    """
+
+    def __init__(
+        self,
+        window_messages: int,
+        window_nbytes: int,
+        stage: Callable[[Computed], Payload],
+        send_note: Callable[[int, bytes], None],
+    ) -> None:
+        """Most messages and bytes to have in flight on the host path; a single message may be larger, and notes do not
+        count. `stage`: see Copies. `send_note(number, packet)` puts a note on the control connection and returns at
+        once. If that connection breaks, the note is lost.
+        """
         self._window_messages, self._window_nbytes = window_messages, window_nbytes
-        self._unacknowledged: OrderedDict[int, Outgoing] = OrderedDict()
+        self._stage, self._send_note = stage, send_note
+        self._messages: dict[Outgoing, None] = {}
+        """Undelivered messages of both paths, in the order of posting."""
+        self._notes: dict[Outgoing, None] = {}
+        self._sequenced: OrderedDict[int, Outgoing] = OrderedDict()
+        """Messages, notes and probes that the host path has not acknowledged, by sequence number."""
         self._unwritten: OrderedDict[int, Outgoing] = OrderedDict()
         self._unwritten_notes: OrderedDict[int, Outgoing] = OrderedDict()
         self._next_sequence = 0
-        self._elsewhere = 0
-        self._notes = 0
+        self._next_note = 0
         self._written_messages = 0
         self._written_nbytes = 0
 
     def __len__(self) -> int:
-        """Number of messages that the receiver may wait for."""
-        return len(self._unacknowledged) - self._notes - self._elsewhere
+        """Number of undelivered messages."""
+        return len(self._messages)
 
-    def post(
-        self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
-    ) -> Outgoing:
-        """Append a message, or a note or a probe (no key)."""
-        message = Outgoing(self._next_sequence, key, number, payload, now_s, probe=probe)
-        self._unacknowledged[message.sequence] = message
-        self._notes += key is None
-        self._line(message)[message.sequence] = message
-        self._next_sequence += 1
+    def post(self, key: MessageKey, number: int, computed: Computed, now_s: float, path: Path = Path.HOST) -> Outgoing:
+        """Append a message. Raises TransportError if the device failed."""
+        message = Outgoing(key, number, computed, now_s, path)
+        if path is Path.HOST:
+            self._append(message, self._stage(computed))
+        self._messages[message] = None
         return message
 
-    def messages(self, *, elsewhere: bool = False) -> list[Outgoing]:
-        """Return the messages that the receiver may wait for, in the order of posting; `elsewhere`: all."""
-        everything = [each for each in self._unacknowledged.values() if each.key is not None]
-        return [each for each in everything if elsewhere or not each.elsewhere]
+    def post_note(self, packet: bytes, now_s: float) -> None:
+        """Append a note."""
+        tensor = torch.frombuffer(bytearray(packet), dtype=torch.uint8)
+        note = Outgoing(None, self._next_note, Computed(tensor, None), now_s)
+        self._append(note, HostPayload(tensor))
+        self._notes[note] = None
+        self._next_note += 1
+
+    def post_probe(self, number: int, computed: Computed, now_s: float) -> None:
+        """Append a probe of the host path. Raises TransportError if the device failed."""
+        self._append(Outgoing(None, number, computed, now_s, probe=True), self._stage(computed))
+
+    def carry(self, message: Outgoing, path: Path) -> None:
+        """Have `path` carry a message from now on, unless it was delivered. Raises TransportError if the device
+        failed.
+        """
+        message.path = path
+        if path is Path.HOST and message in self._messages and message.sequence < 0:
+            self._append(message, self._stage(message.computed))
+
+    def messages(self, path: Path) -> list[Outgoing]:
+        """Return the undelivered messages that `path` carries, in the order of posting."""
+        return [each for each in self._messages if each.path is path]
 
     @property
     def probing(self) -> bool:
         """Return whether a probe is in flight, even a discarded one, as the receiver has memory for only one."""
-        return any(message.probe for message in self._unacknowledged.values())
+        return any(each.probe for each in self._sequenced.values())
 
     def oldest(self) -> Outgoing | None:
         """Return the message that the receiver has waited for longest."""
-        messages = (each for each in self._unacknowledged.values() if each.key is not None and not each.elsewhere)
-        return next(messages, None)
+        return next(iter(self._messages), None)
 
     def next_to_write(self) -> Outgoing | None:
         """Return the next item for the ring: a note or probe, or a message if the window has room."""
@@ -189,7 +252,7 @@ class RetransmitQueue:
 
     def mark_unwritten(self, message: Outgoing) -> None:
         """Queue a message again that was not written completely. Does nothing if it has been acknowledged."""
-        if message.written and message.sequence in self._unacknowledged:
+        if message.written and message.sequence in self._sequenced:
             self._forget(message)
             line = self._line(message)
             line[message.sequence] = message
@@ -197,36 +260,54 @@ class RetransmitQueue:
             line.move_to_end(message.sequence, last=False)
 
     def rewind(self) -> None:
-        """Queue all unacknowledged messages again, for a new session."""
+        """Queue all that the host path has not acknowledged again, for a new session."""
         # In reverse, since each goes to the front of its queue.
-        for message in reversed(self._unacknowledged.values()):
+        for message in reversed(self._sequenced.values()):
             self.mark_unwritten(message)
             message.written_nbytes = 0
 
-    def send_elsewhere(self, message: Outgoing) -> None:
-        """Record that another path carries the message. It stays: a part may have arrived under its sequence number."""
-        if not message.elsewhere:
-            message.elsewhere = True
-            self._elsewhere += 1
-
-    def send_after_all(self, message: Outgoing) -> None:
-        """Record that the other path did not deliver the message."""
-        if message.elsewhere:
-            message.elsewhere = False
-            self._elsewhere -= 1
-
     def acknowledge(self, sequence: int) -> Outgoing | None:
-        """Remove a message and return it; None if it has been acknowledged before."""
-        message = self._unacknowledged.pop(sequence, None)
+        """Remove what the host path has delivered and return it; None if it has been acknowledged before."""
+        message = self._sequenced.pop(sequence, None)
         if message is None:
             return None
-        self._notes -= message.key is None
-        self._elsewhere -= message.elsewhere
+        self._messages.pop(message, None)
+        self._notes.pop(message, None)
         if message.written:
             self._forget(message)
         else:  # it was written in a former session, whose end was seen before its acknowledgement
             del self._line(message)[sequence]
         return message
+
+    def confirm(self, message: Outgoing) -> None:
+        """Remove a message that the device path has delivered."""
+        self._messages.pop(message, None)
+
+    def noted(self, below: int) -> None:
+        """Remove the notes below this number: the control connection has delivered them."""
+        self._notes = {note: None for note in self._notes if note.number >= below}
+
+    def on_reconnected(self) -> None:
+        """Mark all notes as unsent: those on the former control connection may be lost."""
+        for note in self._notes:
+            note.on_line = False
+
+    def send_overdue(self, now_s: float) -> None:
+        """Put overdue notes on the control connection."""
+        for note in self._notes:
+            if not note.on_line and now_s >= note.posted_s + OVERDUE_S:
+                note.on_line = True
+                self._send_note(note.number, bytes(note.computed.tensor.tolist()))
+
+    @property
+    def overdue_from_s(self) -> float:
+        """Return when the next note becomes overdue."""
+        return min((note.posted_s for note in self._notes if not note.on_line), default=math.inf) + OVERDUE_S
+
+    def _append(self, message: Outgoing, payload: Payload) -> None:
+        message.payload, message.sequence = payload, self._next_sequence
+        self._next_sequence += 1
+        self._sequenced[message.sequence] = self._line(message)[message.sequence] = message
 
     def _line(self, message: Outgoing) -> OrderedDict[int, Outgoing]:
         return self._unwritten_notes if message.key is None else self._unwritten

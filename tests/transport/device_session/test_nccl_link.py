@@ -29,7 +29,6 @@ from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.device_session.sessions import ReceivingSession, SendingSession
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.dual_path.two_paths import SecondPath
-from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
@@ -703,8 +702,8 @@ class Links:
                 return made
 
             device: Any = gpus.devices[stage]
-            channel = ControlChannel(lambda number, packet: None)  # the host path brings them
-            second = SecondPath(PathSettings(**paths), make_group, channel)
+            # The host path brings all notes.
+            second = SecondPath(PathSettings(**paths), make_group, lambda number, packet: None)
             self.ends.append(DualLink(LinkEnds(stage, 1 - stage), SETTINGS, device, second=second))
             self.ends[-1].describe(specification)
         there, back = (Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2))

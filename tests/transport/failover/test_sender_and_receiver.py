@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
@@ -17,7 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.failover.control_messages import Note, Received, decode_note
 from adaptra_megatron.transport.failover.path_receiver import DeviceReceive, Receiver, ReceiverEffects
-from adaptra_megatron.transport.failover.path_sender import DeviceSend, Posted, Sender, SenderEffects
+from adaptra_megatron.transport.failover.path_sender import DeviceSend, Sender, SenderEffects
+from adaptra_megatron.transport.gpu.cuda_device import Computed
+from adaptra_megatron.transport.gpu.host_copies import HostPayload
+from adaptra_megatron.transport.host_link.message_queues import Outgoing, RetransmitQueue
 from adaptra_megatron.transport.link_paths import Path, PathSettings, ProbeTimes
 from adaptra_megatron.transport.message_keys import Direction, MessageKey
 
@@ -29,11 +33,15 @@ def key(number: int) -> MessageKey:
     return MessageKey(0, Direction.ACTIVATION, 0, number)
 
 
+def retransmit_queue() -> RetransmitQueue:
+    return RetransmitQueue(1 << 20, 1 << 40, lambda message: HostPayload(message.tensor), lambda number, packet: None)
+
+
 class Session:
     """One device session: what the sender put in, what the receiver expects, and whether it still works."""
 
     def __init__(self) -> None:
-        self.sent: dict[int, DeviceSend[str]] = {}
+        self.sent: dict[int, DeviceSend] = {}
         self.expected: dict[int, DeviceReceive[int]] = {}
         self.arrived = 0
         self.broken = False
@@ -44,19 +52,20 @@ class PathSwitch(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sender: Sender[str] = Sender(SETTINGS, len)
+        self.queue = retransmit_queue()
+        self.sender = Sender(SETTINGS, self.queue)
         self.receiver: Receiver[int] = Receiver(SETTINGS)
         self.now_s = 0.0
         self.host_down_since_s: float | None = None
-        self.host: deque[Posted[str]] = deque()
-        self.elsewhere: set[int] = set()
+        self.host: deque[Outgoing] = deque()
+        """What the host path has of this session, and has not acknowledged."""
         self.to_receiver: deque[Note] = deque()
         self.to_sender: deque[Note] = deque()
         self.confirmations: deque[tuple[int, int]] = deque()
         self.measured: list[ProbeTimes] = []
         self.sessions: dict[int, Session] = {}
         self.makes: list[tuple[bool, int]] = []
-        self.here: dict[int, str] = {}
+        self.here: dict[int, int] = {}
         """What has arrived, by number; asked for or not."""
 
     @initialize(up=st.booleans())
@@ -73,10 +82,8 @@ class PathSwitch(RuleBasedStateMachine):
     def post(self, count: int) -> None:
         for _ in range(count):
             number = self.sender.posted
-            message, path = self.sender.post(key(number), f"message {number}")
+            message = self.sender.post(key(number), Computed(torch.tensor([number]), None), self.now_s)
             assert message.number == number
-            if path is Path.HOST:
-                self.host.append(message)
             self._carry_out()
 
     @rule(count=FEW)
@@ -112,6 +119,8 @@ class PathSwitch(RuleBasedStateMachine):
     @rule()
     def host_is_repaired(self) -> None:
         self.host_down_since_s = None
+        self.host.clear()
+        self.queue.rewind()
         self.receiver.confirm_again()
         self._carry_out()
 
@@ -184,17 +193,22 @@ class PathSwitch(RuleBasedStateMachine):
                 if taken is not None and taken >= 0:
                     assert send.message is not None
                     assert taken == sent
-                    self.here.setdefault(taken, send.message.payload)
+                    self.here.setdefault(taken, int(send.message.computed.tensor))
                 self._carry_out()
 
     @rule(count=FEW, acknowledged=st.booleans())
     def host_messages_arrive(self, count: int, acknowledged: bool = True) -> None:
         """They may arrive while their acknowledgements are still to come, or are lost with the host path."""
-        for message in list(self.host)[: count if self.host_down_since_s is None else 0]:
-            self.here.setdefault(message.number, message.payload)
+        if self.host_down_since_s is not None:
+            return
+        while (message := self.queue.next_to_write()) is not None:
+            self.queue.mark_written(message)
+            self.host.append(message)
+        for message in list(self.host)[:count]:
+            self.here.setdefault(message.number, int(message.computed.tensor))
             if acknowledged:
                 self.host.remove(message)
-                self.elsewhere.discard(message.number)
+                assert self.queue.acknowledge(message.sequence) is message
 
     def all_come_and_the_receiver_goes_on(self) -> None:
         """As at the end of an iteration: once the receiver has all messages, it asks for some of the next."""
@@ -212,8 +226,7 @@ class PathSwitch(RuleBasedStateMachine):
 
     def _tick(self) -> None:
         down_s = 0.0 if self.host_down_since_s is None else max(1e-9, self.now_s - self.host_down_since_s)
-        unacknowledged = [message for message in self.host if message.number not in self.elsewhere]
-        self.sender.tick(self.now_s, down_s, lambda: unacknowledged)
+        self.sender.tick(self.now_s, down_s)
         self._carry_out()
 
     def _carry_out(self) -> None:
@@ -225,12 +238,8 @@ class PathSwitch(RuleBasedStateMachine):
             self.confirmations.append(receiver.confirm)
         elif receiver.confirm is not None:
             self.to_sender.append(Received(*receiver.confirm))
-        self.elsewhere |= set(sender.withdrawals)
-        waiting = {message.number for message in self.host}
         for message in sender.resends:
-            self.elsewhere.discard(message.number)
-            if message.number not in waiting:
-                self.host.append(message)
+            self.queue.carry(message, Path.HOST)
         if sender.measured is not None:
             self.measured += sender.measured.times(1)
         for send in sender.sends:
@@ -250,7 +259,7 @@ class PathSwitch(RuleBasedStateMachine):
 
     @invariant()
     def content_is_its_own(self) -> None:
-        assert all(payload == f"message {number}" for number, payload in self.here.items())
+        assert all(content == number for number, content in self.here.items())
 
     @invariant()
     def probes_tell_the_truth(self) -> None:
@@ -289,6 +298,7 @@ class PathSwitch(RuleBasedStateMachine):
         self.everything_moves(50)
         assert sorted(self.here) == list(range(self.sender.posted))
         assert self.sender.retained == 0
+        assert not len(self.queue)
         assert self.sender.device_healthy
 
 
@@ -351,7 +361,7 @@ class Wire:
     """A link whose notes take no time, and whose device path takes some for each message; a clock that jumps."""
 
     def __init__(self, settings: PathSettings) -> None:
-        self.sender: Sender[int] = Sender(settings, lambda nbytes: nbytes)
+        self.sender = Sender(settings, retransmit_queue())
         self.receiver: Receiver[int] = Receiver(settings)
         self.nbytes_per_s = math.inf
         self.now_s = 100.0
@@ -373,8 +383,8 @@ class Wire:
         key_, began_s = key(self.posted), self.now_s
         self.posted += 1
         self.receiver.post(key_, 0)
-        _message, path = self.sender.post(key_, nbytes)
-        assert path is Path.DEVICE
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        assert self.sender.post(key_, Computed(tensor, None), self.now_s).path is Path.DEVICE
         self._settle()
         while self.receiver.expects(key_):
             again_s = self.receiver.suspect(began_s, self.now_s)
@@ -392,7 +402,7 @@ class Wire:
         if self.now_s == due_s:
             _due_s, session, nbytes = self.arrivals.popleft()
             self.receiver.arrived(session, nbytes, self.now_s)
-        self.sender.tick(self.now_s, host_down_s, list)
+        self.sender.tick(self.now_s, host_down_s)
         self._settle()
 
     def _settle(self) -> None:
@@ -402,7 +412,7 @@ class Wire:
             if sender == SenderEffects() and receiver == ReceiverEffects():
                 return
             for send in sender.sends:
-                nbytes = send.probe_nbytes if send.message is None else send.message.payload
+                nbytes = send.probe_nbytes if send.message is None else send.message.computed.tensor.nbytes
                 start_s = max(self.now_s, self.arrivals[-1][0] if self.arrivals else 0.0)
                 self.arrivals.append((start_s + nbytes / self.nbytes_per_s, send.session, nbytes))
             for note in sender.notes:

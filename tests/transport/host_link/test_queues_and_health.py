@@ -20,6 +20,7 @@ from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.delegate.delegate_control import StartDelegate
 from adaptra_megatron.transport.dual_path.host_transport import neighbours
+from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.gpu.host_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.host_link.frames import check_can_travel, describe, key_of
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, LinkHealth
@@ -35,6 +36,17 @@ def key(micro_batch: int) -> MessageKey:
     return MessageKey(0, Direction.ACTIVATION, 0, micro_batch)
 
 
+def computed(tensor: torch.Tensor) -> Computed:
+    return Computed(tensor, None)
+
+
+def retransmit_queue(window_messages: int, window_nbytes: int = 1 << 30) -> RetransmitQueue:
+    """Of a link on the CPU, without a control connection."""
+    return RetransmitQueue(
+        window_messages, window_nbytes, lambda message: HostPayload(message.tensor), lambda number, packet: None
+    )
+
+
 class TwoEnds(RuleBasedStateMachine):
     """A retransmit queue and its peer's arrivals over a path that breaks at any time: all are used once."""
 
@@ -42,7 +54,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.retransmit_queue, self.arrivals = RetransmitQueue(self.window, 1 << 30), ReceiveQueue()
+        self.retransmit_queue, self.arrivals = retransmit_queue(self.window), ReceiveQueue()
         self.path: list[tuple[int, MessageKey, torch.Tensor]] = []
         self.seen: set[int] = set()
         self.sent = self.asked = 0
@@ -50,7 +62,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule()
     def post(self) -> None:
-        self.retransmit_queue.post(key(self.sent), HostPayload(torch.full((2,), float(self.sent))), self.sent, 0.0)
+        self.retransmit_queue.post(key(self.sent), self.sent, computed(torch.full((2,), float(self.sent))), 0.0)
         self.sent += 1
 
     @rule()
@@ -58,7 +70,7 @@ class TwoEnds(RuleBasedStateMachine):
         message = self.retransmit_queue.next_to_write()
         if message is not None:
             self.retransmit_queue.mark_written(message)
-            self.path.append((message.sequence, message.key, message.payload.computed().tensor))
+            self.path.append((message.sequence, message.key, message.computed.tensor))
 
     @rule()
     def deliver(self) -> None:
@@ -219,35 +231,37 @@ def test_a_key_is_told_by_iteration_and_micro_batch_of_its_replica() -> None:
 
 
 def test_the_window_counts_bytes_and_lets_one_large_message_through() -> None:
-    retransmit_queue = RetransmitQueue(10, 100)
+    queue = retransmit_queue(10, 100)
     for number, nbytes in enumerate((500, 60, 60)):
-        retransmit_queue.post(key(number), HostPayload(torch.zeros(nbytes, dtype=torch.uint8)), number, 0.0)
+        queue.post(key(number), number, computed(torch.zeros(nbytes, dtype=torch.uint8)), 0.0)
     written = []
-    while (message := retransmit_queue.next_to_write()) is not None:
-        retransmit_queue.mark_written(message)
+    while (message := queue.next_to_write()) is not None:
+        queue.mark_written(message)
         written.append(message.sequence)
     assert written == [0]
-    assert retransmit_queue.acknowledge(0) is not None
-    assert retransmit_queue.acknowledge(0) is None
-    while (message := retransmit_queue.next_to_write()) is not None:
-        retransmit_queue.mark_written(message)
+    assert queue.acknowledge(0) is not None
+    assert queue.acknowledge(0) is None
+    while (message := queue.next_to_write()) is not None:
+        queue.mark_written(message)
         written.append(message.sequence)
     assert written == [0, 1, 2]
-    oldest = retransmit_queue.oldest()
+    oldest = queue.oldest()
     assert oldest is not None
     assert oldest.sequence == 1
 
 
 def test_a_probe_is_on_its_way_until_it_is_acknowledged() -> None:
-    retransmit_queue = RetransmitQueue(10, 100)
-    retransmit_queue.post(key(0), HostPayload(torch.zeros(1)), 0, 0.0)
-    assert not retransmit_queue.probing
-    probe = retransmit_queue.post(None, HostPayload(torch.zeros(1)), 0, 0.0, probe=True)
-    retransmit_queue.mark_written(probe)
-    retransmit_queue.rewind()
-    assert retransmit_queue.probing
-    retransmit_queue.acknowledge(probe.sequence)
-    assert not retransmit_queue.probing
+    queue = retransmit_queue(10, 100)
+    queue.post(key(0), 0, computed(torch.zeros(1)), 0.0)
+    assert not queue.probing
+    queue.post_probe(0, computed(torch.zeros(1)), 0.0)
+    probe = queue.next_to_write()
+    assert probe is not None
+    queue.mark_written(probe)
+    queue.rewind()
+    assert queue.probing
+    queue.acknowledge(probe.sequence)
+    assert not queue.probing
 
 
 def test_a_key_that_comes_twice_is_kept_once() -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
-from adaptra_megatron.transport.failover.control_messages import OVERDUE_S, ControlChannel
+from adaptra_megatron.transport.gpu.host_copies import HostPayload
+from adaptra_megatron.transport.host_link.message_queues import OVERDUE_S, ReceiveQueue, RetransmitQueue
 from adaptra_megatron.transport.lines.lines import ControlConnections, LinkNote
 
 SECRET, JOB = bytes(32), bytes(16)
+
+
+def retransmit_queue(send_note: Callable[[int, bytes], None]) -> RetransmitQueue:
+    """Of a link on the CPU."""
+    return RetransmitQueue(64, 1 << 28, lambda message: HostPayload(message.tensor), send_note)
 
 
 class End:
@@ -17,7 +24,8 @@ class End:
 
     def __init__(self, lines: ControlConnections) -> None:
         self.lock = threading.Lock()
-        self.channel = ControlChannel(lambda number, packet: lines.send(self, LinkNote(number, packet.decode())))
+        self.outgoing = retransmit_queue(lambda number, packet: lines.send(self, LinkNote(number, packet.decode())))
+        self.incoming = ReceiveQueue()
         self.ups, self.down = 0, ""
         self.read: list[bytes] = []
         self.runs: list[bool] = []
@@ -26,7 +34,7 @@ class End:
     def on_connected(self) -> None:
         with self.lock:
             self.ups += 1
-            self.channel.on_reconnected()
+            self.outgoing.on_reconnected()
 
     def on_disconnected(self, cause: str) -> None:
         self.down = cause
@@ -42,17 +50,17 @@ class End:
 
     def on_note_received(self, number: int, packet: bytes) -> int:
         with self.lock:
-            self.read += self.channel.take(number, packet)
-            return self.channel.acknowledged_below
+            self.read += self.incoming.take_note(number, packet)
+            return self.incoming.noted_below
 
     def noted(self, below: int) -> None:
         with self.lock:
-            self.channel.noted(below)
+            self.outgoing.noted(below)
 
     def send(self, text: str) -> None:
         with self.lock:
-            self.channel.post(text.encode(), time.monotonic() - OVERDUE_S)
+            self.outgoing.post_note(text.encode(), time.monotonic() - OVERDUE_S)
 
     def keep(self) -> None:
         with self.lock:
-            self.channel.send_overdue(time.monotonic())
+            self.outgoing.send_overdue(time.monotonic())

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from line_ends import JOB, SECRET, End
+from line_ends import JOB, SECRET, End, retransmit_queue
 from transport_checks import until
 
 from adaptra_megatron.common.typed_messages import packed
-from adaptra_megatron.transport.failover.control_messages import OVERDUE_S, ControlChannel
+from adaptra_megatron.transport.host_link.message_queues import OVERDUE_S, ReceiveQueue
 from adaptra_megatron.transport.lines.lines import (
     BEAT_S,
     SILENT_S,
@@ -85,7 +85,8 @@ def test_notes_arrive_once_and_in_order_however_often_the_line_breaks(chain: Cha
     assert [note.decode() for note in one.read] == [note.decode() for note in other.read] == texts
     assert one.ups > 1, "nothing was broken"
     until(
-        lambda: one.channel.overdue_from_s == other.channel.overdue_from_s == float("inf"), "notes are not acknowledged"
+        lambda: one.outgoing.overdue_from_s == other.outgoing.overdue_from_s == float("inf"),
+        "notes are not acknowledged",
     )
     assert not [loss for end in all_ends(chain) for loss in end.failures], "a broken line is no lost stage"
 
@@ -253,16 +254,16 @@ Step = tuple[int, int]
 def test_mail_survives_whatever_paths_and_lines_lose(steps: list[Step]) -> None:
     """Notes by two ways that lose, double and delay them; in the end the line holds, and all have been read once."""
     line: list[tuple[int, bytes]] = []
-    sender, receiver = ControlChannel(lambda *note: line.append(note)), ControlChannel(lambda *note: None)
+    sender, receiver = retransmit_queue(lambda *note: line.append(note)), ReceiveQueue()
     host: list[tuple[int, bytes]] = []
     read: list[bytes] = []
     now_s, posted = 0.0, 0
     actions: list[Callable[[int], object]] = [
-        lambda which: host.append((sender.post(b"%d" % posted, now_s), b"%d" % posted)),
-        lambda which: read.extend(receiver.take(*host[which % len(host)])) if host else None,
-        lambda which: read.extend(receiver.take(*line[which % len(line)])) if line else None,
+        lambda which: (sender.post_note(b"%d" % posted, now_s), host.append((posted, b"%d" % posted))),
+        lambda which: read.extend(receiver.take_note(*host[which % len(host)])) if host else None,
+        lambda which: read.extend(receiver.take_note(*line[which % len(line)])) if line else None,
         lambda which: (line.clear(), sender.on_reconnected()),
-        lambda which: sender.noted(receiver.acknowledged_below),
+        lambda which: sender.noted(receiver.noted_below),
         lambda which: sender.send_overdue(now_s),
     ]
     for action, which in steps:
@@ -272,7 +273,7 @@ def test_mail_survives_whatever_paths_and_lines_lose(steps: list[Step]) -> None:
     sender.on_reconnected()
     sender.send_overdue(now_s + OVERDUE_S)
     for note in line:
-        read += receiver.take(*note)
+        read += receiver.take_note(*note)
     assert read == [b"%d" % number for number in range(posted)]
-    sender.noted(receiver.acknowledged_below)
+    sender.noted(receiver.noted_below)
     assert sender.overdue_from_s == float("inf")

@@ -39,7 +39,7 @@ from transport_checks import (
 from adaptra_megatron.common.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
 from adaptra_megatron.transport.delegate.supervisor import INTERVAL_S
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
-from adaptra_megatron.transport.gpu.copies import Payload
+from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S
@@ -379,11 +379,9 @@ def held_until_acknowledged(make: Make) -> None:
     transport, refs = make(), []
     post = RetransmitQueue.post
 
-    def watched(
-        self: RetransmitQueue, key: MessageKey, payload: Payload, number: int, now_s: float, **options: Any
-    ) -> Any:
-        refs.append(weakref.ref(payload.computed().tensor))
-        return post(self, key, payload, number, now_s, **options)
+    def watched(self: RetransmitQueue, key: MessageKey, number: int, computed: Computed, *options: Any) -> Any:
+        refs.append(weakref.ref(computed.tensor))
+        return post(self, key, number, computed, *options)
 
     shape = (MEBIBYTE,)
     if dist.get_rank() == 0:
