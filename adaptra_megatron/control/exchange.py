@@ -93,8 +93,8 @@ class DecisionReader:
     """Threads of a rank that is not the leader: they send its measurements and receive decisions.
 
     Both use one connection to the leader's planner process; its thread sleeps until there is something to send or to
-    receive. A second thread polls the job's store, and only for a decision that the training waits for. So a store
-    that does not answer delays nothing that comes over the connection.
+    receive. A second thread polls the job's store, and lives only while the planner's address or a decision that the
+    training waits for is missing. So a store that does not answer delays nothing that comes over the connection.
     """
 
     def __init__(self, control: ControlStore, place: str, layout: JobLayout, timeout_s: float) -> None:
@@ -122,12 +122,9 @@ class DecisionReader:
         self._failure: RuntimeError | None = None
         self._asking = threading.Lock()
         """Guards the store's client."""
-        self._threads = [
-            threading.Thread(target=self._work, name="adaptra-decisions", daemon=True),
-            threading.Thread(target=self._poll_store, name="adaptra-polls", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._poller: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._work, name="adaptra-decisions", daemon=True)
+        self._thread.start()
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
         """Send a measurement; returns at once."""
@@ -145,12 +142,15 @@ class DecisionReader:
         Raises RuntimeError if the store has failed, TimeoutError if no decision comes within the timeout.
         """
         with self._news:
-            if iteration not in self._decisions:
+
+            def over() -> bool:
+                return iteration in self._decisions or self._failure is not None
+
+            if not self._news.wait_for(over, FIRST_PAUSE_S):
                 # It may be in the store already, if the connection has failed.
                 self._wanted = iteration
-                self._polls.begin()
-                self._news.notify_all()
-            self._news.wait_for(lambda: iteration in self._decisions or self._failure is not None, self._timeout_s)
+                self._begin_polling()
+                self._news.wait_for(over, self._timeout_s)
             self._wanted, self._earliest = None, iteration
             # Iterations only ascend: earlier decisions are not asked for again.
             for earlier in [known for known in self._decisions if known < iteration]:
@@ -175,8 +175,9 @@ class DecisionReader:
             self._news.notify_all()
         # They are daemon threads: one that the store blocks for good does not keep the process alive.
         until_s = time.monotonic() + 2 * LOOK_UP_S
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, until_s - time.monotonic()))
+        for thread in (self._thread, self._poller):
+            if thread is not None:
+                thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it has not woken up to many others yet
@@ -192,31 +193,40 @@ class DecisionReader:
                     if not self._measured:
                         with self._news:
                             self._measured = True
-                            self._polls.begin()
-                            self._news.notify_all()
+                            self._begin_polling()
                     self._link.report(iteration, encoded(measurement))
         except RuntimeError as error:
             self.fail(error)
         finally:
             self._link.close()
 
+    def _begin_polling(self) -> None:
+        """Poll the store for missing keys, at short intervals at first. The caller holds `_news`."""
+        self._polls.begin()
+        self._news.notify_all()
+        if self._poller is None:
+            self._poller = threading.Thread(target=self._poll_store, name="adaptra-polls", daemon=True)
+            self._poller.start()
+
     def _poll_store(self) -> None:
-        """Poll the store for missing keys until closed."""
+        """Poll the store until no key is missing, or closed: thousands of ranks must not load the store."""
         try:
-            while not self._closed.is_set():
+            while True:
                 with self._news:
-                    # No timeout unless a key is missing: thousands of ranks must not load the store.
-                    while not (self._closed.is_set() or (self._polling and not self._polls.rest_s)):
-                        self._news.wait(self._polls.rest_s if self._polling else None)
-                if not self._closed.is_set():
-                    self._poll()
+                    while self._polling and (rest_s := self._polls.rest_s):
+                        self._news.wait(rest_s)
+                    if not self._polling:
+                        self._poller = None
+                        return
+                self._poll()
         except RuntimeError as error:
             self.fail(error)
 
     @property
     def _polling(self) -> bool:
         """Return whether any key has to be polled for."""
-        return self._wanted is not None or (self._measured and self._address is None)
+        missing = self._wanted is not None or (self._measured and self._address is None)
+        return missing and not self._closed.is_set()
 
     def _wait(self, rest_s: float | None) -> None:
         """Sleep until there is something to send or receive, at most `rest_s`, and take in the decisions received."""

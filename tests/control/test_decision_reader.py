@@ -13,6 +13,7 @@ import pytest
 from support.made_up.job import SECRET, ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
+from transport_checks import until
 
 from adaptra_megatron.common.handshake import accept
 from adaptra_megatron.common.typed_messages import encoded
@@ -101,6 +102,25 @@ def test_decisions_come_by_the_store_where_there_is_no_connection(reader: Decisi
         reader.post(iteration - DELAY, MEASURED)
         threading.Timer(0.1, store.set, (decision_key(iteration), encoded(Decision(iteration)))).start()
         assert reader.needed(iteration) == Decision(iteration)
+
+
+def test_a_thread_polls_the_store_only_while_a_key_is_missing(reader: DecisionReader, control: ControlOver) -> None:
+    def polls() -> bool:
+        return any(thread.name == "adaptra-polls" for thread in threading.enumerate())
+
+    store = control.client("here")
+    assert not polls()
+    reader.post(0, MEASURED)
+    until(polls, "the address is not looked for")
+    store.set(PLANNER_KEY, encoded(Address("127.0.0.1", 1)))
+    until(lambda: not polls(), "the address is there")
+    waiting = threading.Thread(target=reader.needed, args=(DELAY,))
+    waiting.start()
+    until(polls, "the decision is not looked for")
+    store.set(decision_key(DELAY), encoded(Decision(DELAY)))
+    waiting.join(10.0)
+    assert reader.published(DELAY) == Decision(DELAY)
+    until(lambda: not polls(), "the decision is there")
 
 
 def test_a_connection_that_says_what_cannot_be_is_ended(reader: DecisionReader, listener: socket.socket) -> None:

@@ -13,11 +13,11 @@ from thread_ranks import FRAMES, THREADS
 PROGRAM = str(Path(__file__).with_name("thread_ranks.py"))
 IN_GLOO = "adaptra-device-receive-"
 """Threads in which gloo's waits block: one for each neighbour."""
-FOR_A_WHILE = {"adaptra-connecting", "adaptra-meet", "adaptra-blocking"}
+FOR_A_WHILE = {"adaptra-connecting", "adaptra-meet", "adaptra-blocking", "adaptra-polls"}
 OF_LINKS = {"adaptra-connections", "adaptra-links-receive", "adaptra-links-send"}
 """For any number of peers: tests/transport/test_links_between_pipelines.py counts them with three."""
 MOST = 5
-"""Besides the main thread and those in gloo."""
+"""The main thread included; besides those in gloo."""
 MOST_FRAMES = 7
 
 
@@ -35,4 +35,4 @@ def test_an_interior_rank_has_few_threads_and_frames(start_ranks: Callable[..., 
     assert int(frames) <= MOST_FRAMES
     standing = [name for name in names if not name.startswith(IN_GLOO) and name not in FOR_A_WHILE]
     assert set(standing) >= OF_LINKS
-    assert len(standing) <= MOST, names
+    assert len(["MainThread", *standing]) <= MOST, names
