@@ -178,6 +178,13 @@ def test_gradients_are_bitwise_those_of_the_whole_backward(
         assert not any(weight.grad_added_to_main_grad for weight in model.weights)
 
 
+@pytest.mark.parametrize("hooked", [True, False])
+def test_weights_that_hooks_have_saved_get_their_gradients(queue: WeightGradientQueue, hooked: bool) -> None:
+    """What comes back is another tensor than the weight, without a main gradient; and it comes back once."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: [saved.clone()], lambda copies: copies.pop()):
+        compare(queue, INTERLEAVINGS["whole between split"], hooked=hooked)
+
+
 class Wide(torch.autograd.Function):
     """As Megatron's from 0.20 on: its output is of a type of its own, as logits in fp32 are."""
 

@@ -253,7 +253,7 @@ class WeightGradientQueue:
         self, ctx: Any, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of input, weight (a stand-in) and bias, and queue the real weight gradient."""
-        layer_input, weight = ctx.saved_tensors
+        layer_input, weight = ctx.saved_tensors[0], _weight_of(ctx)
         grad_output = gradient_to_use(ctx, grad_output)
         grad_input = grad_output.matmul(weight)
         handle = None
@@ -281,10 +281,10 @@ class WeightGradientQueue:
         return grad_input, stand_in, grad_bias
 
     def _can_split(self, ctx: Any) -> bool:
-        weight = ctx.saved_tensors[1]
+        weight = _weight_of(ctx)
         return (
             ctx.grad_output_buffer is None  # defer_embedding_wgrad_compute has a queue of its own
-            and weight.requires_grad
+            and weight is not None
             and weight not in self._whole
             and not hasattr(weight, "__fsdp_param__")
             and not has_sharded_weight(ctx)
@@ -326,6 +326,11 @@ def _gathering_ahead(gradients: Sequence[DelayedGradient]) -> Iterator[DelayedGr
             scattered[begun].gather(GATHER_BUFFERS[begun % 2])
             begun += 1
         yield gradient
+
+
+def _weight_of(ctx: Any) -> Any:
+    """Return a layer's weight, None if frozen; of one that hooks saved (offloading), autograd restores a bare copy."""
+    return getattr(ctx.next_functions[1][0], "variable", None)
 
 
 def _fused_kernel(main_dtype: torch.dtype) -> str:
