@@ -77,10 +77,12 @@ class CapturedIterations(IterationHooks):
         else:
             order = chunks_in_order(actions)
             anew = self._layers.follow(order, warm=self.pipeline.training_iterations >= self._warm_from)
-            self.pipeline.switched(self._layers.seconds, CAPTURED if anew else None)
-            if anew and is_first_rank():
-                text = "CUDA graphs captured anew for plan %d, in %.1f s"
-                logger.info(text, self.pipeline.book.number, self._layers.seconds)
+            self.pipeline.switched(self._layers.seconds)
+            if anew:
+                self.pipeline.disturbed(CAPTURED)
+                if is_first_rank():
+                    text = "CUDA graphs captured anew for plan %d, in %.1f s"
+                    logger.info(text, self.pipeline.book.number, self._layers.seconds)
         return chosen
 
     def wrap_computation(self, call: PipelineCall, computation: StageComputation) -> StageComputation:

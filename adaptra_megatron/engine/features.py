@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.common.environment import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, IterationHooks, StockHooks
-from adaptra_megatron.megatron.refusals import graphs_of
+from adaptra_megatron.megatron.refusals import graphs_of, offloads
 
 if TYPE_CHECKING:
     from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from adaptra_megatron.megatron.captured_layers import CapturedLayers
     from adaptra_megatron.megatron.computation import StageComputation
     from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
-    from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
     from adaptra_megatron.megatron.megatron_call import PipelineCall
+    from adaptra_megatron.megatron.offloaded_activations import OffloadedActivations
     from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 
 Decorate = Callable[["StageComputation", int], "StageComputation"]
@@ -102,29 +102,18 @@ class SplitEngineLayers(EngineFeature):
         self._restores: list[Callable[[], None]] = []
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        if "transformer_engine" not in sys.modules:
-            return IterationHooks(pipeline)
-        from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
+        if "transformer_engine" in sys.modules:
+            from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
 
-        layers = EngineLayers(self._queue)
-        self._restores.append(layers.restore)
-        return SplitBackwards(pipeline, layers)
+            layers = EngineLayers(self._queue)
+            self._restores.append(layers.restore)
+            layers.split(pipeline.model_chunks, pipeline.model_config)
+        return IterationHooks(pipeline)
 
     def close(self) -> None:
         for restore in self._restores:
             restore()
         self._restores.clear()
-
-
-class SplitBackwards(IterationHooks):
-    """Splits the layers of a pipeline's model."""
-
-    def __init__(self, pipeline: Pipeline, layers: EngineLayers) -> None:
-        super().__init__(pipeline)
-        self._layers = layers
-
-    def made(self, call: PipelineCall) -> None:
-        self._layers.split(call.model_chunks, call.config)
 
 
 class LayerCapture(EngineFeature):
@@ -143,26 +132,32 @@ class LayerCapture(EngineFeature):
         return CapturedLayers(self._queue, deferred=self._deferred)
 
     def hooks(self, pipeline: Pipeline) -> IterationHooks:
-        return _UntilCaptured(pipeline, self)
+        if graphs_of(pipeline.model_config) == "none":
+            return IterationHooks(pipeline)
+        from adaptra_megatron.engine.captured_iterations import CapturedIterations
+
+        return CapturedIterations(pipeline, self)
 
     def summary(self) -> Mapping[str, Any]:
         return {"graph_captures": self.layers.captures} if "layers" in vars(self) else {}
 
 
-class _UntilCaptured(IterationHooks):
-    """Gives its place to CapturedIterations in a job that captures layers."""
+class Offloading(EngineFeature):
+    """Activations that are offloaded (--fine-grained-activation-offloading)."""
 
-    def __init__(self, pipeline: Pipeline, capture: LayerCapture) -> None:
-        super().__init__(pipeline)
-        self._capture = capture
+    _activations: OffloadedActivations | None = None
 
-    def made(self, call: PipelineCall) -> None:
-        if graphs_of(call.config) != "none":
-            from adaptra_megatron.engine.captured_iterations import CapturedIterations
+    def hooks(self, pipeline: Pipeline) -> IterationHooks:
+        if not offloads(pipeline.model_config):
+            return IterationHooks(pipeline)
+        from adaptra_megatron.engine.offloaded_iterations import OffloadedIterations
 
-            hooks = self.pipeline.hooks
-            hooks[hooks.index(self)] = captured = CapturedIterations(self.pipeline, self._capture)
-            captured.made(call)
+        iterations = OffloadedIterations(pipeline)
+        self._activations = iterations.activations
+        return iterations
+
+    def summary(self) -> Mapping[str, Any]:
+        return {} if self._activations is None else self._activations.summary()
 
 
 def make_features(
@@ -196,6 +191,7 @@ def make_features(
         SplitEngineLayers(queue),
         EngineFeature(GuardedOrder),
         LayerCapture(queue, deferred=config.is_fault_tolerant),
+        Offloading(),
     ]
     if decorate is not None:
         features.append(EngineFeature(lambda pipeline: Decorated(pipeline, decorate)))

@@ -53,7 +53,7 @@ class IterationHooks:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """`pipeline`: under construction. It has job, transport, plans and exchange, but no executor yet."""
+        """`pipeline`: under construction. It has model, job, transport, plans and exchange, but no executor yet."""
         self.pipeline = pipeline
 
     # Of a pipeline.

@@ -276,6 +276,7 @@ class Pipeline:
         self.degraded = False
         """True if cells are dead."""
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
+        self.model_chunks, self.model_config = call.model_chunks, call.config
         self.hooks = [feature.hooks(self) for feature in features]
         carrier: Transport = self.transport
         for each in self.hooks:
@@ -368,10 +369,13 @@ class Pipeline:
         self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
         self._first.begin(call)
 
-    def switched(self, seconds: float, disturbance: str | None) -> None:
-        """Tell the planner how long a switch to another order takes. `disturbance`: of this iteration's timings."""
+    def switched(self, seconds: float) -> None:
+        """Tell the planner how long a switch to another order takes."""
         self._measuring.switch_s = seconds
-        self._disturbance = disturbance or self._disturbance
+
+    def disturbed(self, by: str) -> None:
+        """Mark this iteration's timings as disturbed."""
+        self._disturbance = by
 
     def work(self, call: PipelineCall, schedule: Schedule, attempt: int = 0) -> Work:
         """Return what `executor` is to run on this rank. `attempt`: number of the attempt."""

@@ -20,6 +20,7 @@ from adaptra_megatron.megatron.refusals import (
     generates,
     graphs_of,
     kept_in_order,
+    offloads,
     pipeline_stages,
     refused_of,
     remedy_of,
@@ -87,6 +88,7 @@ def prospects_of(settings: Any) -> Prospects:
             *_combined(settings),
             *_whole(whole),
             *_captured(settings),
+            *_offloaded(settings),
             *_recompute(settings),
             *_twice(settings),
             *_draws(settings),
@@ -156,6 +158,13 @@ def _captured(settings: Any) -> list[Feature]:
         "which is charged to it; every stage keeps to the plan"
     )
     return [Feature("CUDA graphs (--cuda-graph-impl transformer_engine)", "runs", reason, "none")]
+
+
+def _offloaded(settings: Any) -> list[Feature]:
+    if not offloads(settings):
+        return []
+    reason = "the plan's order is recorded, and again for another one, in the iteration that runs; stages keep to it"
+    return [Feature("activation offloading (--fine-grained-activation-offloading)", "runs", reason, "none")]
 
 
 def _twice(settings: Any) -> list[Feature]:

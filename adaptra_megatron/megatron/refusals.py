@@ -68,6 +68,17 @@ def graphs_of(config: Any) -> str:
     return "none" if found == "local" and (rolls_out or generates(config)) else found
 
 
+offloads = setting("fine_grained_activation_offloading")
+"""Whether activations of some parts of layers are offloaded to the CPU."""
+
+
+def _offloads_in_graphs(config: Any) -> bool:
+    scope = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or "full"
+    parts = {part.rpartition(".")[2] for part in (scope.split(",") if isinstance(scope, str) else map(str, scope))}
+    inside = parts & {"full", "moe"} or set(getattr(config, "offload_modules", None) or ()) - {"expert_fc1", "moe_act"}
+    return offloads(config) and graphs_of(config) != "none" and bool(inside)
+
+
 has_experts = either("num_experts", "num_moe_experts")
 REFUSALS = (
     Refusal(
@@ -88,9 +99,9 @@ REFUSALS = (
         "it runs a schedule of its own",
     ),
     Refusal(
-        "fine-grained activation offloading (--fine-grained-activation-offloading)",
-        setting("fine_grained_activation_offloading"),
-        "it assumes that backwards come in the order of the stock schedule",
+        "activation offloading in CUDA graphs (--offload-modules other than expert_fc1 and moe_act)",
+        _offloads_in_graphs,
+        "graphs for another order would be captured before the order of what they offload is recorded",
         by_order=True,
     ),
     Refusal(

@@ -20,7 +20,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,7 +144,18 @@ def megatron_names() -> list[Replacement]:
     if not hasattr(moe_utils, "te_general_gemm"):
         reason = "read, but not defined, without Transformer Engine"
         found.append(Replacement(moe_utils, "te_general_gemm", None, reason, may_be_absent=True))
-    return found + writer_names()
+    return found + offloading_names() + writer_names()
+
+
+def offloading_names() -> list[Replacement]:
+    """Return the replacements for --fine-grained-activation-offloading; none before 0.16. Imports Megatron."""
+    engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
+    if getattr(engine, "cpu_offload", engine) is not None:
+        return []
+    switch = SimpleNamespace(CPUOffloadEnabled=False)
+    return [
+        Replacement(engine, "cpu_offload", switch, "offloading switches Transformer Engine's own, and needs no more")
+    ]
 
 
 def _with_channels(stock: Callable[..., None]) -> Callable[..., None]:

@@ -59,6 +59,12 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
             moe_aux_loss_coeff=1e-2,
             moe_z_loss_coeff=1e-3,
         )
+    if args.fine_grained_activation_offloading:
+        optional.update(
+            fine_grained_activation_offloading=True,
+            offload_modules=args.offload_modules,
+            min_offloaded_tensor_size=0,
+        )
     return TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,

@@ -88,6 +88,8 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cuda-graph-impl", choices=["none", "transformer_engine"], default="none")
     group.add_argument("--cuda-graph-scope", nargs="+", default=["attn"])
     group.add_argument("--cuda-graph-warmup-steps", type=int, default=3)
+    group.add_argument("--fine-grained-activation-offloading", action="store_true")
+    group.add_argument("--offload-modules", nargs="*", default=["core_attn"])
     group.add_argument("--recompute-granularity", choices=["full", "selective"], default=None)
     group.add_argument("--recompute-method", choices=["uniform", "block"], default=None)
     group.add_argument("--recompute-num-layers", type=int, default=None)

@@ -43,7 +43,7 @@ def asked(iterations: CapturedIterations, schedule: Schedule, order: Any) -> Any
 def test_an_order_other_than_the_plans_runs_without_graphs() -> None:
     schedule = one_f_one_b(2, MICRO_BATCHES)
     planned = schedule.orders[STAGE]
-    pipeline: Any = SimpleNamespace(degraded=False, training_iterations=7, switched=lambda *_: None)
+    pipeline: Any = SimpleNamespace(degraded=False, training_iterations=7, switched=lambda _seconds: None)
     iterations = CapturedIterations(pipeline, SimpleNamespace())  # type: ignore[arg-type]
     layers: Any = Layers()
     iterations._layers = layers

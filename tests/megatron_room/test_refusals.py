@@ -53,7 +53,6 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "cuda_graph_impl": ("full_iteration", "--cuda-graph-impl full_iteration"),
     "enable_cuda_graph": (True, "--cuda-graph-impl local"),
     "hybrid_context_parallel": (True, "--hybrid-context-parallel"),
-    "fine_grained_activation_offloading": (True, "--fine-grained-activation-offloading"),
     "use_ring_exchange_p2p": (True, "use_ring_exchange_p2p"),
     "num_microbatches_with_partial_activation_checkpoints": (
         2,
@@ -84,6 +83,11 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     ),
 }
 """What shows in Megatron's parsed arguments alone."""
+OFFLOADS = {
+    "pipeline_model_parallel_size": 2,
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["moe_act"],
+}
 OF_LATER_RELEASES = {
     "moe_paged_stash": "0.19",
     "gtp_weight_remat_size": "0.19",
@@ -162,12 +166,9 @@ def test_what_only_another_order_breaks_is_observed(name: str) -> None:
 
 
 def test_every_refusal_is_tried_and_says_why() -> None:
-    fired = {
-        refusal.feature
-        for name, (value, _flag) in SETTINGS.items()
-        for refusal in REFUSALS
-        if refusal.is_on(Model(**{name: value}).config)
-    }
+    tried = [{name: value} for name, (value, _flag) in SETTINGS.items()]
+    tried.append(OFFLOADS | {"cuda_graph_impl": "transformer_engine"})
+    fired = {refusal.feature for settings in tried for refusal in REFUSALS if refusal.is_on(Model(**settings).config)}
     assert fired == {refusal.feature for refusal in REFUSALS}
     assert len(fired) == len(REFUSALS)
     assert all(len(refusal.reason) > 20 for refusal in REFUSALS)
@@ -222,6 +223,17 @@ def test_graphs_are_refused_where_their_order_is_not_ours(graphs: str) -> None:
     untied = {"untie_embeddings_and_output_weights": True, "adaptra_staggered_optimizer": True}
     (error,) = errors_of_flags(SimpleNamespace(**pipeline, **untied))
     assert "CUDA graphs (--cuda-graph-impl)" in str(error)
+
+
+@pytest.mark.parametrize("scope", [["attn", "moe_router"], "attn,mlp", [], None, ["moe"]])
+def test_offloading_is_refused_inside_of_graphs_alone(scope: Any) -> None:
+    assert not refused_of(SimpleNamespace(**OFFLOADS, cuda_graph_scope=scope)), "there are no graphs"
+    assert not refused_of(SimpleNamespace(**OFFLOADS | {"offload_modules": ["core_attn"]}))
+    graphs = OFFLOADS | {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope}
+    assert bool(refused_of(SimpleNamespace(**graphs))) == (not scope or "moe" in scope)
+    (refusal,) = refused_of(SimpleNamespace(**graphs | {"offload_modules": ["moe_act", "core_attn"]}))
+    assert "--offload-modules other than expert_fc1 and moe_act" in refusal.feature
+    assert not refused_of(SimpleNamespace(**graphs, adaptra_policy="observe"))
 
 
 def test_graphs_that_no_training_has_are_not_refused() -> None:

@@ -115,7 +115,7 @@ RULES = (
     SplitRule(
         lambda f: f.offloaded and f.kind != NATIVE,
         "activations are offloaded to the CPU",
-        "drop --cpu-offloading-num-layers",
+        "drop --cpu-offloading-num-layers, or --fine-grained-activation-offloading",
     ),
     SplitRule(
         lambda f: f.grouped and f.version is not None and f.version < GROUPED_SINCE,
@@ -261,7 +261,10 @@ def _common(setting: _Setting, *, bias: bool | None = None, elsewhere: bool = Fa
     has_bias = bool(setting("add_bias_linear", True)) if bias is None else bias
     return {
         "quantized": bool(setting("fp8") or setting("fp4")),
-        "offloaded": bool(setting("cpu_offloading", False) or setting("cpu_offloading_num_layers", 0)),
+        "offloaded": any(
+            setting(name)
+            for name in ("cpu_offloading", "cpu_offloading_num_layers", "fine_grained_activation_offloading")
+        ),
         "fused": bool(setting("gradient_accumulation_fusion", True)),
         "bias": has_bias,
         "bias_elsewhere": has_bias and elsewhere,

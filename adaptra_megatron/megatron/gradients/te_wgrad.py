@@ -26,6 +26,7 @@ from packaging.version import Version
 from adaptra_megatron.common.log import is_first_rank, logger_of
 from adaptra_megatron.megatron.gradients.linear_wgrad import Gradients, WeightGradientQueue, current_graph_task
 from adaptra_megatron.megatron.gradients.split_rules import SPLIT, LayerFacts, rule_for
+from adaptra_megatron.megatron.refusals import offloads
 
 logger = logger_of(__name__)
 
@@ -202,7 +203,7 @@ def facts_of(layer: Any, base: Any, config: Any) -> LayerFacts:
         reduces_within_weight_gradient=getattr(layer, "ub_bulk_wgrad", False),
         in_userbuffers=any(getattr(layer, switch, False) for switch in _IN_USERBUFFERS),
         quantized=any(quantized),
-        offloaded=getattr(config, "cpu_offloading", False),
+        offloaded=getattr(config, "cpu_offloading", False) or offloads(config),
         fused=layer.fuse_wgrad_accumulation,
         parts=not all(map(_DELAYED_PARAMETER.fullmatch, weights)),
         sharded=any(getattr(weight, "is_distributed_weight", False) for weight in weights.values()),

@@ -57,6 +57,7 @@ DELAYED = (
     "--delay-wgrad-compute --moe-shared-expert-intermediate-size 32 --emulate-fused-weight-gradient "
     "--disable-bias-linear"
 )
+OFFLOADS = "--fine-grained-activation-offloading --offload-modules qkv_linear core_attn attn_proj mlp_norm"
 MTP = "--position-embedding-type rope --mtp-num-layers 1"
 ROUTERS = GRAPHS.replace("full", "attn moe_router")
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -96,6 +97,7 @@ CASES = (
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
     Case("multi-token-prediction", Layout(3, 2, flags=f"{SHARDED} {MTP}"), ("1:3:2", "5:4:7")),
     Case("captured-layers-with-chunks", Layout(3, 2, flags=f"{GRAPHS} {CHUNKS}"), ("1:0:2", "5:4:7")),
+    Case("offloaded-activations", Layout(3, 2, flags=f"{OFFLOADS} {CHUNKS}"), ("1:0:2", "5:4:7")),
     Case("experts-whose-bias-moves", Layout(3, 2, flags=EXPERTS), ("1:3:2", "5:4:1"), slow=False),
     Case("experts-that-span-replicas", Layout(2, 2, expert=2, flags=f"{EXPERTS} {PER_TOKEN}"), ("1:3:2",), slow=False),
     Case(
@@ -135,7 +137,12 @@ RETURNS = (
         ("1:2:1", "6:2:3", "2:5:2"),
         slow=False,
     ),
-    Case("combined", Layout(2, 2, expert=2, flags=f"{COMBINED} {SHARDED}"), ("1:2:1", "6:5:3"), slow=False),
+    Case(
+        "combined-and-offloaded",
+        Layout(2, 2, expert=2, flags=f"{COMBINED} {SHARDED} {OFFLOADS}"),
+        ("1:2:1", "6:5:3"),
+        slow=False,
+    ),
     Case(
         "combined-with-captured-routers",
         Layout(2, 2, expert=2, flags=f"{COMBINED} {ROUTERS}"),

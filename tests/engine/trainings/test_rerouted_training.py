@@ -60,6 +60,7 @@ class Case:
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OFFLOADS = "--fine-grained-activation-offloading --offload-modules qkv_linear core_attn attn_proj mlp_norm"
 
 CASES = (
     Case("first-stage", 2, 2, "0.0", "--eval-iters 1 --eval-interval 10"),
@@ -81,6 +82,7 @@ CASES = (
     Case("experts-that-span-replicas", 2, 2, "0.1", "--num-experts 4", expert=2),
     Case("multi-token-prediction", 2, 2, "0.1", "--position-embedding-type rope --mtp-num-layers 1"),
     Case("full-recomputation", 2, 2, "1.1", f"{RECOMPUTE} {DROPOUT}"),
+    Case("offloaded-activations", 2, 2, "1.0", OFFLOADS),
     Case("selective-recomputation", 2, 2, "0.0", f"--recompute-granularity selective {DROPOUT}"),
 )
 
@@ -88,7 +90,7 @@ CASES = (
 COVERED = {
     *("last-stage-dropout", "middle-stage-untied", "tp2"),
     *("loss-per-token-tied-over-3-stages", "selective-recomputation", "experts-whose-losses-are-scaled-per-token"),
-    "multi-token-prediction",
+    *("multi-token-prediction", "offloaded-activations"),
 }
 """What these have of their own is not routing's: they tell where to look when another case fails."""
 
