@@ -29,6 +29,7 @@ ADAPTS = (
     "--emulate-prompt-planner"
 )
 COMBINES = ADAPTS.replace("6,6,6", "6,6,6,0.6")
+OFFLOADS = "--fine-grained-activation-offloading --offload-modules expert_fc1"
 SLOW = "--emulate-slow-link 0-1:latency_ms=40,from=4,path=both"
 EXPERTS = "--num-experts 4"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
@@ -70,13 +71,14 @@ def test_layers_of_combined_actions_alternate_as_the_plan_has_them(tmp_path: Pat
         Variant("stock", job(some)),
         Variant("stock's graphs", job(some, GRAPHS, "attn moe_router"), like="stock"),
         Variant("planned", job(some, GRAPHS, "attn moe_router", COMBINES, SLOW), like="stock"),
-        Variant("router alone", job(some, GRAPHS, "moe_router", COMBINES, SLOW), like="stock"),
+        Variant("experts offloaded", job(some, GRAPHS, "moe_router", OFFLOADS, COMBINES, SLOW), like="stock"),
     ]
-    reports = run_variants(4, wanted, timeout_s=280, directory=tmp_path, program=(CHANGED, "0"))
+    reports = run_variants(4, wanted, timeout_s=280, directory=tmp_path, program=(CHANGED, "offloads"))
     check_equal(reports)
     for report in reports[2:]:
         assert all(rank["graph_captures"] > 1 for rank in report.adaptra), report.name
         assert schedule_from_csv(report.adaptra[0]["schedule_csv"], chunks=2).combines, report.name
+    assert all(rank["offload_records"] > 1 and rank["offloaded_bytes"] for rank in reports[-1].adaptra)
 
 
 def changed(
