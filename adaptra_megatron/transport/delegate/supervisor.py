@@ -20,7 +20,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -254,8 +253,7 @@ class Supervisor:
         """End the delegate, which has DRAIN_S to empty the rings. May be called twice."""
         self._closing = True
         self._wake_up()
-        wait([self._served], 2 * DRAIN_S + 5.0)
-        self._loop.close()
+        self._loop.end(self._served, 2 * DRAIN_S + 5.0)
         for listener in self._listeners:
             listener.close()
 

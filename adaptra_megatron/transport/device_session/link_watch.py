@@ -23,6 +23,8 @@ logger = logger_of(__name__)
 INTERVAL_S = 0.2
 STANDS_S = 60.0
 """Longest time that one check of all links may take, or the links' own timeout where that is longer."""
+_ENDS_S = 1.0
+"""Longest wait for a thread to end: the device's driver may block it."""
 _FLUSH_S = 1.0
 """Longest time for flushing output in a process that ends because of a failure."""
 
@@ -84,7 +86,7 @@ class LinkWatch:
         self._lock = threading.Lock()
         self._links: list[WatchedLink] = []
         self._closed = threading.Event()
-        self._started = False
+        self._threads: list[threading.Thread] = []
         self._looks = 0
         """Number of checks of all links so far."""
         self._logged: set[str] = set()
@@ -94,15 +96,20 @@ class LinkWatch:
         with self._lock:
             self._links.append(link)
             self._stands_s = max(self._stands_s, link.timeout_s)
-            if self._started:
+            if self._threads:
                 return
-            self._started = True
-        DeviceThread(self._run, "adaptra-link-watch").start()
-        threading.Thread(target=self._watch_itself, name="adaptra-watch-of-watch", daemon=True).start()
+            self._threads = [
+                DeviceThread(self._run, "adaptra-link-watch"),
+                threading.Thread(target=self._watch_itself, name="adaptra-watch-of-watch", daemon=True),
+            ]
+            for thread in self._threads:
+                thread.start()
 
     def close(self) -> None:
         """End the threads. Links that have not settled stay referenced, since the device may still use their memory."""
         self._closed.set()
+        for thread in self._threads:
+            thread.join(_ENDS_S)
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):

@@ -96,8 +96,9 @@ class PathSwitch:
         self.task = LinkTask(thread, lock, self._next_step)
         """Timed actions and overdue notes; ends once the link closes."""
         self._lock = lock
-        self._acting: threading.Thread | None = None
-        """Performs slow actions on the device path."""
+        self._actors: list[DeviceThread] = []
+        """Threads that perform slow actions on the device path, one at a time; the others have only to return."""
+        self._acting = False
         self._state, self._device_path = state, device_path
         self._retransmit_queue, self._writer = retransmit_queue, writer
         self._work, self._nothing = DeviceWork(), DeviceWork()
@@ -350,8 +351,8 @@ class PathSwitch:
         """Wait until nothing more is done for this link on the device path. Without the lock, once the link closes."""
         until_s = time.monotonic() + timeout_s
         self.task.join(timeout_s)
-        if (acting := self._acting) is not None:
-            acting.join(max(0.0, until_s - time.monotonic()))
+        for actor in self._actors:
+            actor.join(max(0.0, until_s - time.monotonic()))
 
     def _next_step(self) -> float | None:
         state = self._state
@@ -365,9 +366,11 @@ class PathSwitch:
             self.sender.tick(now_s, down_s)
         self._settle_effects()
         self._retransmit_queue.send_overdue(now_s)
-        if self._work and self._acting is None:
-            self._acting = DeviceThread(self._act, f"adaptra-path-{state.ends.peer}")
-            self._acting.start()
+        if self._work and not self._acting:
+            self._acting = True
+            actor = DeviceThread(self._act, f"adaptra-path-{state.ends.peer}")
+            actor.start()
+            self._actors = [*(each for each in self._actors if each.is_alive()), actor]
         until_s = self._retransmit_queue.overdue_from_s
         if not state.finished:
             until_s = min(until_s, self.sender.next_tick_s, math.inf if down_since_s is None else now_s + _TICK_S)
@@ -377,7 +380,7 @@ class PathSwitch:
         while True:
             with self._lock:
                 if self._state.closing or not self._work:
-                    self._acting = None
+                    self._acting = False
                     return
                 work, self._work = self._work, DeviceWork()
                 for as_sender, _session in work.end:

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.message_keys import TransportError
+
+logger = logger_of(__name__)
 
 _cuda: Any = torch.cuda  # most of it has no types
 _current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # in builds for GPUs
@@ -208,6 +211,12 @@ class DeviceThread(threading.Thread):
 
     def __init__(self, target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, at most `timeout` seconds. Logs a thread that goes on."""
+        super().join(timeout)
+        if self.is_alive():
+            logger.warning("thread %s did not end within %.1f s, and goes on", self.name, timeout)
 
     def run(self) -> None:
         if _cuda.is_initialized() and (runtime := cuda_runtime()) is not None:

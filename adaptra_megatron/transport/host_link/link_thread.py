@@ -67,9 +67,13 @@ class LinkTask(Generic[Awaited]):
         self._thread.begin(self)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for its end, if it was started. Without the lock."""
-        if self._started:
-            self.ended.wait(timeout_s)
+        """Wait for its end, if it was started, and for the thread's if it was the last. Logs what goes on. Without the
+        lock.
+        """
+        if self._started and self.ended.wait(timeout_s):
+            self._thread.join_if_over(timeout_s)
+        elif self._started:
+            logger.warning("thread %s did not leave a closed link within %.1f s", self._thread.name, timeout_s)
 
     def wake(self) -> None:
         """Ask for the next step: there may be work, an earlier time to wake up, or the link closes."""
@@ -82,9 +86,10 @@ class LinkThread(Generic[Awaited]):
 
     def __init__(self, name: str) -> None:
         self.watch = RingWatch()
-        self._name = name
+        self.name = name
         self._lock = threading.Lock()
         """Guards the number of tasks, and so the thread's beginning and end."""
+        self._thread: DeviceThread | None = None
         self._begun = 0
         self._woken: deque[LinkTask[Awaited]] = deque()
         self._due_s: dict[LinkTask[Awaited], float] = {}
@@ -102,7 +107,15 @@ class LinkThread(Generic[Awaited]):
             self._begun += 1
             self.wake(task)
             if self._begun == 1:
-                DeviceThread(self._run, self._name).start()
+                self._thread = DeviceThread(self._run, self.name)
+                self._thread.start()
+
+    def join_if_over(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, if the last task has ended. For any other thread."""
+        with self._lock:
+            thread = None if self._begun else self._thread
+        if thread is not None:
+            thread.join(timeout_s)
 
     def wake(self, task: LinkTask[Awaited]) -> None:
         """Ask the task for its next step. For any thread."""
@@ -148,7 +161,7 @@ class LinkThread(Generic[Awaited]):
                     without(task.lock, step)
                     step = 0.0
         except Exception:
-            logger.exception("internal error in %s; a link will not work from now on", self._name)
+            logger.exception("internal error in %s; a link will not work from now on", self.name)
             step = None
         # Nearly always, and then the lists of `_serve_due` stay. A task that waits for nothing differs from any step.
         if step is self._waits.get(task, task):
@@ -169,9 +182,9 @@ class LinkThread(Generic[Awaited]):
         """Forget a task; return whether it was the last."""
         del self._due_s[task]
         self._waiting, self._awaited = [], []  # the thread may end here, and would keep the last ring mapped
-        task.ended.set()
         with self._lock:
             self._begun -= 1
+            task.ended.set()
             return self._begun == 0
 
 

@@ -7,8 +7,13 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
+
+logger = logger_of(__name__)
 
 Result = TypeVar("Result")
 
@@ -22,14 +27,14 @@ class ConnectionLoop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: DeviceThread | None = None
         self._begun: list[Future[None]] = []
 
     def begin(self, serve: Coroutine[Any, Any, None]) -> Future[None]:
         """Run a coroutine in the loop, and start the thread with the first one."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self.loop.run_forever, name="adaptra-connections", daemon=True)
+                self._thread = DeviceThread(self.loop.run_forever, "adaptra-connections")
                 self._thread.start()
             self._begun.append(asyncio.run_coroutine_threadsafe(serve, self.loop))
             return self._begun[-1]
@@ -39,8 +44,12 @@ class ConnectionLoop:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function)
 
-    def close(self) -> None:
-        """End the thread, unless another of those that share the loop has not ended yet. May be called twice."""
+    def end(self, served: Future[None] | None, within_s: float) -> None:
+        """Wait for the end of a coroutine, and end the thread unless another that shares the loop has not ended yet.
+        Logs what goes on. May be called twice.
+        """
+        if served is not None and wait([served], within_s).not_done:
+            logger.warning("thread adaptra-connections did not finish within %.1f s, and goes on", within_s)
         with self._lock:
             if not all(future.done() for future in self._begun):
                 return
@@ -64,5 +73,9 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         else:
             loop.call_soon_threadsafe(done.set_result, result)
 
-    threading.Thread(target=run, name="adaptra-blocking", daemon=True).start()
-    return await done
+    thread = DeviceThread(run, "adaptra-blocking")
+    thread.start()
+    try:
+        return await done
+    finally:
+        thread.join(_ENDS_S)  # it has only to return; otherwise nothing would wait for it

@@ -26,7 +26,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from adaptra_megatron.common import handshake
@@ -234,9 +234,7 @@ class ControlConnections:
     def close(self) -> None:
         """Send FIN to all peers and end all connections. May be called twice."""
         self._loop.call(self._closing.set)
-        if self._served is not None:
-            wait([self._served], _CLOSE_S)
-        self._loop.close()
+        self._loop.end(self._served, _CLOSE_S)
         for listener in self._listeners:
             listener.close()
 

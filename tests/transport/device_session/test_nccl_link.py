@@ -111,6 +111,7 @@ def gpus(request: pytest.FixtureRequest) -> Iterator[Gpus]:
     yield made
     for watch in made.watches:
         watch.close()
+        assert not any(thread.is_alive() for thread in watch._threads)
 
 
 def began(*calls: Callable[[], Any]) -> list[Any]:

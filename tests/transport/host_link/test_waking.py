@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transport_checks import until
+from transport_checks import slow_to_end, until
 
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
@@ -67,6 +67,14 @@ def test_a_message_that_the_links_own_thread_reads_reaches_the_waiting_thread(li
         assert torch.equal(receiver.wait(key, soon())[0], torch.full((4,), number))
         sender.flush(soon())
     assert sender.unacknowledged == 0
+
+
+def test_a_link_leaves_no_thread_behind() -> None:
+    before = threading.enumerate()
+    with slow_to_end() as slow:
+        DualLink(LinkEnds(0, 1), SETTINGS).close()
+        assert set(threading.enumerate()) <= set(before)
+    assert slow == {"adaptra-links-send", "adaptra-links-receive"}
 
 
 def test_waiting_in_vain_costs_hardly_any_processor_time() -> None:

@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from line_ends import JOB, SECRET, End, retransmit_queue
-from transport_checks import until
+from transport_checks import slow_to_end, until
 
 from adaptra_megatron.common.typed_messages import packed
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 from adaptra_megatron.transport.host_link.message_queues import OVERDUE_S, ReceiveQueue
+from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop, in_thread
 from adaptra_megatron.transport.lines.lines import (
     BEAT_S,
     SILENT_S,
@@ -245,6 +248,40 @@ def test_messages_are_read_as_they_were_said(message: Beat | Fin | LinkNote | Li
 def test_what_no_peer_says_is_refused(packet: bytes) -> None:
     with pytest.raises(ValueError, match="a message of a line|no message of a line"):
         decode_line(packet)
+
+
+def test_work_that_blocks_leaves_no_thread_behind() -> None:
+    async def serve() -> None:
+        thread = await in_thread(threading.current_thread)
+        assert not thread.is_alive()
+        with pytest.raises(ZeroDivisionError):
+            await in_thread(lambda: 1 // 0)
+
+    loop, before = ConnectionLoop(), threading.enumerate()
+    with slow_to_end() as slow:
+        served = loop.begin(serve())
+        loop.end(served, 10.0)
+        assert set(threading.enumerate()) <= set(before)
+    served.result()
+    assert slow == {"adaptra-blocking", "adaptra-connections"}
+
+
+def test_a_thread_that_goes_on_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    loop, over = ConnectionLoop(), threading.Event()
+
+    async def serve() -> None:
+        await in_thread(over.wait)
+
+    served = loop.begin(serve())
+    loop.end(served, 0.1)
+    assert "thread adaptra-connections did not finish within 0.1 s" in caplog.text
+    blocking = DeviceThread(over.wait, "adaptra-test")
+    blocking.start()
+    blocking.join(0.1)
+    assert "thread adaptra-test did not end within 0.1 s" in caplog.text
+    over.set()
+    loop.end(served, 10.0)
+    assert loop.loop.is_closed()
 
 
 Step = tuple[int, int]

@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import CPU, content, expect, flush, no_more, run_scenarios, until
+from transport_checks import (
+    CPU,
+    content,
+    expect,
+    flush,
+    no_more,
+    our_threads,
+    run_scenarios,
+    slow_to_end,
+    until,
+)
 
 from adaptra_megatron.common.control_store import MOST_SPARE, ControlStore
 from adaptra_megatron.common.gathering import gather_layout
@@ -99,7 +109,7 @@ def held() -> dict[str, int]:
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": sum(thread.name.startswith("adaptra-") for thread in threading.enumerate()),
+        "threads": len(our_threads()),
         "rings": FilePath("/proc/self/maps").read_text().count("memfd:adaptra-ring"),
     }
 
@@ -109,8 +119,7 @@ SERVING = ["adaptra-connections", "adaptra-links-receive", "adaptra-links-send"]
 
 
 def serving() -> list[str]:
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
-    return sorted(name for name in names if not name.startswith("adaptra-device-receive-"))
+    return sorted(name for name in our_threads() if not name.startswith("adaptra-device-receive-"))
 
 
 def device_up(transport: HostTransport, peer: int) -> None:
@@ -159,7 +168,11 @@ def opened_and_closed(make: Make) -> None:
         until(no_more_than(before), lambda: f"{held()} is held, {before} before")
         dist.barrier()
     assert transport.link_counters()[own].sessions == 1
-    transport.close()
+    with slow_to_end() as slow:
+        transport.close_link(own)
+        transport.close()
+        assert not our_threads()
+    assert slow >= {"adaptra-blocking", f"adaptra-device-receive-{own}", f"adaptra-link-{own}", *SERVING}
 
 
 def no_more_than(before: dict[str, int]) -> Callable[[], bool]:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +80,37 @@ def run_scenarios(scenarios: Iterable[Callable[[Any], None]], names: Iterable[st
         by_name[name](make)
         dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def slow_to_end() -> Iterator[set[str]]:
+    """After its last work a thread of ours ends only once it is joined, or after a while; yields the names of those
+    that have done their last work."""
+    every_thread: Any = threading.Thread
+    join, delete = every_thread.join, every_thread._delete  # the latter is the last that a thread calls
+    slow, joined = set[str](), set[threading.Thread]()
+
+    def slow_delete(self: threading.Thread) -> None:
+        until_s = time.monotonic() + 5.0
+        if self.name.startswith("adaptra-"):
+            slow.add(self.name)
+            while self not in joined and time.monotonic() < until_s:
+                time.sleep(0.002)
+        delete(self)
+
+    def noted_join(self: threading.Thread, timeout: float | None = None) -> None:
+        joined.add(self)
+        join(self, timeout)
+
+    every_thread.join, every_thread._delete = noted_join, slow_delete
+    try:
+        yield slow
+    finally:
+        every_thread.join, every_thread._delete = join, delete
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
 
 
 def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:

@@ -7,7 +7,6 @@ A scenario checks on its rank and raises when something is wrong. The pipeline's
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from transport_checks import (
     flush,
     gradient,
     host_transport,
+    our_threads,
     until,
 )
 from transport_failures import killed, silent
@@ -201,14 +201,10 @@ def closed(transport: Transport) -> None:
     transport.post_send(activation(rank), peer, torch.ones(4))
     expect(transport, activation(peer), torch.ones(4))
     flush(transport)
-    assert len(_threads()) == 2, f"one thread to wait for sends and one for receives, not {_threads()}"
+    assert len(our_threads()) == 2, f"one thread to wait for sends and one for receives, not {our_threads()}"
     transport.close()
-    assert not _threads()
+    assert not our_threads()
     transport.close()
-
-
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
 
 
 def every_link(transport: Transport) -> None:
