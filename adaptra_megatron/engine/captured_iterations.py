@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from adaptra_megatron.engine.features import LayerCapture
     from adaptra_megatron.engine.iteration_work import Work
     from adaptra_megatron.engine.pipeline import Pipeline
-    from adaptra_megatron.megatron.captured_layers import CapturedLayers
     from adaptra_megatron.megatron.computation import StageComputation
     from adaptra_megatron.megatron.megatron_call import PipelineCall
 
@@ -29,23 +28,18 @@ CAPTURED = "CUDA graphs captured just before, for another order"
 class CapturedIterations(IterationHooks):
     """Iterations of one pipeline. Its order is the plan's, and no stage leaves it."""
 
-    _layers: CapturedLayers
-
     def __init__(self, pipeline: Pipeline, capture: LayerCapture) -> None:
+        """Raises UnsupportedFeatureError before megatron-core 0.16."""
         super().__init__(pipeline)
-        self._capture = capture
-        self._warm_from = 0
-        """First training iteration in which graphs that have been dropped may be captured again."""
-
-    def made(self, call: PipelineCall) -> None:
-        """See IterationHooks. Raises UnsupportedFeatureError before megatron-core 0.16."""
         if not captures_again():
             raise UnsupportedFeatureError(
                 "--adaptra does not run with --cuda-graph-impl transformer_engine on megatron-core before 0.16, which "
                 "cannot drop what it has captured, for another order. Drop one of the two, or use a later release"
             )
-        self.pipeline.dispatcher.fixed = True
-        self._layers = self._capture.layers
+        pipeline.dispatcher.fixed = True
+        self._layers = capture.layers
+        self._warm_from = 0
+        """First training iteration in which graphs that have been dropped may be captured again."""
 
     def drop(self) -> None:
         """Drop all graphs, as the process groups in them end."""

@@ -24,10 +24,8 @@ class OffloadedIterations(IterationHooks):
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline)
+        pipeline.dispatcher.fixed = True
         self.activations = OffloadedActivations()
-
-    def made(self, call: PipelineCall) -> None:
-        self.pipeline.dispatcher.fixed = True
 
     def close(self) -> None:
         self.activations.close()

@@ -43,10 +43,12 @@ def asked(iterations: CapturedIterations, schedule: Schedule, order: Any) -> Any
 def test_an_order_other_than_the_plans_runs_without_graphs() -> None:
     schedule = one_f_one_b(2, MICRO_BATCHES)
     planned = schedule.orders[STAGE]
-    pipeline: Any = SimpleNamespace(degraded=False, training_iterations=7, switched=lambda _seconds: None)
-    iterations = CapturedIterations(pipeline, SimpleNamespace())  # type: ignore[arg-type]
-    layers: Any = Layers()
-    iterations._layers = layers
+    dispatcher = SimpleNamespace(fixed=False)
+    pipeline: Any = SimpleNamespace(
+        degraded=False, training_iterations=7, switched=lambda _seconds: None, dispatcher=dispatcher
+    )
+    iterations = CapturedIterations(pipeline, SimpleNamespace(layers=Layers()))  # type: ignore[arg-type]
+    assert dispatcher.fixed
     assert asked(iterations, schedule, planned) is True
     # Routes have the schedule of one pipeline, too, and job-wide numbers of micro-batches.
     routed = [*planned, *(replace_number(action) for action in planned[:2])]
