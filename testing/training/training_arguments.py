@@ -66,10 +66,10 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
 
 def _add_network(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-layers", type=int, default=4)
-    group.add_argument("--hidden-size", type=int, default=64)
+    group.add_argument("--hidden-size", type=int, default=32)
     group.add_argument("--ffn-hidden-size", type=int, default=None)
     group.add_argument("--num-attention-heads", type=int, default=4)
-    group.add_argument("--seq-length", type=int, default=64)
+    group.add_argument("--seq-length", type=int, default=16)
     group.add_argument("--max-position-embeddings", type=int, default=None, help="default: --seq-length")
     group.add_argument("--position-embedding-type", choices=["learned_absolute", "rope"], default="learned_absolute")
     group.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")

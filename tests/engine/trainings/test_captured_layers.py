@@ -65,7 +65,7 @@ def test_captured_in_the_order_of_the_plan(tmp_path: Path, fork_server: ForkServ
 
 
 @pytest.mark.timeout(300)
-def test_layers_of_combined_actions_alternate_as_the_plan_has_them(tmp_path: Path) -> None:
+def test_layers_of_combined_actions_alternate_as_the_plan_has_them(tmp_path: Path, fork_server: ForkServer) -> None:
     some = f"{COMBINED} --train-iters 12 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 3"
     wanted = [
         Variant("stock", job(some)),
@@ -73,7 +73,9 @@ def test_layers_of_combined_actions_alternate_as_the_plan_has_them(tmp_path: Pat
         Variant("planned", job(some, GRAPHS, "attn moe_router", COMBINES, SLOW), like="stock"),
         Variant("experts offloaded", job(some, GRAPHS, "moe_router", OFFLOADS, COMBINES, SLOW), like="stock"),
     ]
-    reports = run_variants(4, wanted, timeout_s=280, directory=tmp_path, program=(CHANGED, "offloads"))
+    reports = run_variants(
+        4, wanted, timeout_s=280, server=fork_server, directory=tmp_path, program=(CHANGED, "offloads")
+    )
     check_equal(reports)
     for report in reports[2:]:
         assert all(rank["graph_captures"] > 1 for rank in report.adaptra), report.name

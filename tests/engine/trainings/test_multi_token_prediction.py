@@ -17,7 +17,7 @@ from testing.jobs.variants import Variant, check_equal, run_variants
 STAGES, MICRO_BATCHES, ITERATIONS = 3, 8, 14
 JOB = (
     f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} --mock-data "
-    f"--no-gradient-accumulation-fusion --hidden-size 64 --seq-length 64 --train-iters {ITERATIONS} "
+    f"--no-gradient-accumulation-fusion --train-iters {ITERATIONS} "
     "--position-embedding-type rope --mtp-num-layers 2 --untie-embeddings-and-output-weights "
     "--make-vocab-size-divisible-by 8192"
 )
