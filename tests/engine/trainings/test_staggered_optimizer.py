@@ -29,8 +29,8 @@ class Case:
     def arguments(self) -> tuple[str, ...]:
         return tuple(
             "--pipeline-model-parallel-size 2 --num-layers 2 --mock-data --no-gradient-accumulation-fusion "
-            f"--untie-embeddings-and-output-weights --global-batch-size {4 * self.replicas} "
-            f"--train-iters {self.iterations} {self.flags}".split()
+            "--hidden-size 64 --seq-length 64 --untie-embeddings-and-output-weights "
+            f"--global-batch-size {4 * self.replicas} --train-iters {self.iterations} {self.flags}".split()
         )
 
 
