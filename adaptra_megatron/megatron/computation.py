@@ -127,7 +127,7 @@ class Input(NamedTuple):
     number: int
     """Within its replica's iteration."""
     routed: bool = False
-    """Whether it may come from another replica. Gradients are then added in any order; no micro-batch is the first."""
+    """Whether other replicas' micro-batches may run here, too. Gradients then come in any order: none is the first."""
 
 
 def stock_inputs(call: PipelineCall) -> Callable[[int, int], Input]:

@@ -69,7 +69,7 @@ def graphs_of(config: Any) -> str:
 
 
 offloads = setting("fine_grained_activation_offloading")
-"""Whether activations of some parts of layers are offloaded to the CPU."""
+"""Return whether a job offloads the activations of some modules to the CPU."""
 
 
 def _offloads_in_graphs(config: Any) -> bool:

@@ -180,7 +180,7 @@ def test_gradients_are_bitwise_those_of_the_whole_backward(
 
 @pytest.mark.parametrize("hooked", [True, False])
 def test_weights_that_hooks_have_saved_get_their_gradients(queue: WeightGradientQueue, hooked: bool) -> None:
-    """What comes back is another tensor than the weight, without a main gradient; and it comes back once."""
+    """The hooks restore a copy of the weight, which has no main gradient, and can restore it only once."""
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: [saved.clone()], lambda copies: copies.pop()):
         compare(queue, INTERLEAVINGS["whole between split"], hooked=hooked)
 

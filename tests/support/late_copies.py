@@ -66,7 +66,7 @@ def late_copies() -> list[Replacement]:
     """Return replacements of torch names, after those of `cuda_names`."""
     streams = [LateStream(at_once=True)]
     pinned: dict[int, torch.Tensor] = {}
-    """What was copied to, by address: copies from there are back to the device."""
+    """Targets of copies to the CPU, by address: a copy whose source is one of them goes back to the device."""
     stock = torch.Tensor.copy_
 
     @contextmanager

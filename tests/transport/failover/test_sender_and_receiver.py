@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from transport_checks import retransmit_queue
 
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.failover.control_messages import Note, Received, decode_note
 from adaptra_megatron.transport.failover.path_receiver import DeviceReceive, Receiver, ReceiverEffects
 from adaptra_megatron.transport.failover.path_sender import DeviceSend, Sender, SenderEffects
 from adaptra_megatron.transport.gpu.cuda_device import Computed
-from adaptra_megatron.transport.gpu.host_copies import HostPayload
-from adaptra_megatron.transport.host_link.message_queues import Outgoing, RetransmitQueue
+from adaptra_megatron.transport.host_link.message_queues import Outgoing
 from adaptra_megatron.transport.link_paths import Path, PathSettings, ProbeTimes
 from adaptra_megatron.transport.message_keys import Direction, MessageKey
 
@@ -31,10 +31,6 @@ FEW = st.integers(1, 4)
 
 def key(number: int) -> MessageKey:
     return MessageKey(0, Direction.ACTIVATION, 0, number)
-
-
-def retransmit_queue() -> RetransmitQueue:
-    return RetransmitQueue(1 << 20, 1 << 40, lambda message: HostPayload(message.tensor), lambda number, packet: None)
 
 
 class Session:
@@ -52,13 +48,13 @@ class PathSwitch(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = retransmit_queue()
+        self.queue = retransmit_queue(1 << 20, 1 << 40)
         self.sender = Sender(SETTINGS, self.queue)
         self.receiver: Receiver[int] = Receiver(SETTINGS)
         self.now_s = 0.0
         self.host_down_since_s: float | None = None
         self.host: deque[Outgoing] = deque()
-        """What the host path has of this session, and has not acknowledged."""
+        """Messages that the host path carries in this session and has not acknowledged."""
         self.to_receiver: deque[Note] = deque()
         self.to_sender: deque[Note] = deque()
         self.confirmations: deque[tuple[int, int]] = deque()
@@ -361,7 +357,7 @@ class Wire:
     """A link whose notes take no time, and whose device path takes some for each message; a clock that jumps."""
 
     def __init__(self, settings: PathSettings) -> None:
-        self.sender = Sender(settings, retransmit_queue())
+        self.sender = Sender(settings, retransmit_queue(1 << 20, 1 << 40))
         self.receiver: Receiver[int] = Receiver(settings)
         self.nbytes_per_s = math.inf
         self.now_s = 100.0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from transport_checks import CPU
+from transport_checks import CPU, retransmit_queue
 
 from adaptra_megatron.common import control_store
 from adaptra_megatron.common import layout as identity
@@ -24,7 +24,7 @@ from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.gpu.host_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.host_link.frames import check_can_travel, describe, key_of
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, LinkHealth
-from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue, RetransmitQueue
+from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
 from adaptra_megatron.transport.setup import host_placement as placement
@@ -38,13 +38,6 @@ def key(micro_batch: int) -> MessageKey:
 
 def computed(tensor: torch.Tensor) -> Computed:
     return Computed(tensor, None)
-
-
-def retransmit_queue(window_messages: int, window_nbytes: int = 1 << 30) -> RetransmitQueue:
-    """Of a link on the CPU, without a control connection."""
-    return RetransmitQueue(
-        window_messages, window_nbytes, lambda message: HostPayload(message.tensor), lambda number, packet: None
-    )
 
 
 class TwoEnds(RuleBasedStateMachine):

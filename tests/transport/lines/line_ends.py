@@ -5,18 +5,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
-from adaptra_megatron.transport.gpu.host_copies import HostPayload
-from adaptra_megatron.transport.host_link.message_queues import OVERDUE_S, ReceiveQueue, RetransmitQueue
+from transport_checks import retransmit_queue
+
+from adaptra_megatron.transport.host_link.message_queues import OVERDUE_S, ReceiveQueue
 from adaptra_megatron.transport.lines.lines import ControlConnections, LinkNote
 
 SECRET, JOB = bytes(32), bytes(16)
-
-
-def retransmit_queue(send_note: Callable[[int, bytes], None]) -> RetransmitQueue:
-    """Of a link on the CPU."""
-    return RetransmitQueue(64, 1 << 28, lambda message: HostPayload(message.tensor), send_note)
 
 
 class End:
@@ -24,7 +19,9 @@ class End:
 
     def __init__(self, lines: ControlConnections) -> None:
         self.lock = threading.Lock()
-        self.outgoing = retransmit_queue(lambda number, packet: lines.send(self, LinkNote(number, packet.decode())))
+        self.outgoing = retransmit_queue(
+            send_note=lambda number, packet: lines.send(self, LinkNote(number, packet.decode()))
+        )
         self.incoming = ReceiveQueue()
         self.ups, self.down = 0, ""
         self.read: list[bytes] = []

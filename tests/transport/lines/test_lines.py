@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from line_ends import JOB, SECRET, End, retransmit_queue
-from transport_checks import slow_to_end, until
+from line_ends import JOB, SECRET, End
+from transport_checks import retransmit_queue, slow_to_end, until
 
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
@@ -291,7 +291,7 @@ Step = tuple[int, int]
 def test_mail_survives_whatever_paths_and_lines_lose(steps: list[Step]) -> None:
     """Notes by two ways that lose, double and delay them; in the end the line holds, and all have been read once."""
     line: list[tuple[int, bytes]] = []
-    sender, receiver = retransmit_queue(lambda *note: line.append(note)), ReceiveQueue()
+    sender, receiver = retransmit_queue(send_note=lambda *note: line.append(note)), ReceiveQueue()
     host: list[tuple[int, bytes]] = []
     read: list[bytes] = []
     now_s, posted = 0.0, 0

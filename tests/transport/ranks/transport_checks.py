@@ -16,6 +16,8 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.gathering import gather_layout
 from adaptra_megatron.common.handshake import SECRET_NBYTES
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
+from adaptra_megatron.transport.gpu.host_copies import HostPayload
+from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import PathSettings
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, Transport
@@ -25,6 +27,15 @@ from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 CPU = torch.device("cpu")
 MEBIBYTE = 1 << 20
 SECRET = b"s" * SECRET_NBYTES
+
+
+def retransmit_queue(
+    window_messages: int = 64,
+    window_nbytes: int = 1 << 30,
+    send_note: Callable[[int, bytes], None] = lambda number, packet: None,
+) -> RetransmitQueue:
+    """Make the queue of a link between CPUs. By default it has no control connection for notes."""
+    return RetransmitQueue(window_messages, window_nbytes, lambda message: HostPayload(message.tensor), send_note)
 
 
 def host_transport(
