@@ -144,7 +144,7 @@ class Outgoing:
     probe: bool = False
     """True for a probe, False for a note; for messages, False."""
     sequence: int = -1
-    """Sequence number of the host path; -1: that has never carried it."""
+    """Sequence number of the host path; -1: that has not begun to carry it."""
     payload: Payload = field(init=False)
     """For the host path."""
     written: bool = False
@@ -159,8 +159,8 @@ class RetransmitQueue:
     """Everything sent over a link until the peer has acknowledged it, whichever path carries it. Not thread-safe.
 
     1. A message belongs to the path that carries it, and is delivered once either path has acknowledged it.
-    2. What the host path has begun to carry keeps its sequence number there until the host path has acknowledged it,
-       too: part of it may have arrived, and the peer expects all of them.
+    2. What the host path has begun to carry has a sequence number and stays there until the host path has acknowledged
+       it, too: part of it may have arrived, and the peer expects all of them.
     3. Notes and probes are written first. A note that is not acknowledged within OVERDUE_S goes by the control
        connection, too.
     """
@@ -183,8 +183,8 @@ class RetransmitQueue:
         self._notes: dict[Outgoing, None] = {}
         self._sequenced: OrderedDict[int, Outgoing] = OrderedDict()
         """Messages, notes and probes that the host path has not acknowledged, by sequence number."""
-        self._unwritten: OrderedDict[int, Outgoing] = OrderedDict()
-        self._unwritten_notes: OrderedDict[int, Outgoing] = OrderedDict()
+        self._unwritten: OrderedDict[Outgoing, None] = OrderedDict()
+        self._unwritten_notes: OrderedDict[Outgoing, None] = OrderedDict()
         self._next_sequence = 0
         self._next_note = 0
         self._written_messages = 0
@@ -219,8 +219,12 @@ class RetransmitQueue:
         failed.
         """
         message.path = path
-        if path is Path.HOST and message in self._messages and message.sequence < 0:
+        if message.sequence >= 0 or message not in self._messages:
+            return
+        if path is Path.HOST:
             self._append(message, self._stage(message.computed))
+        else:
+            del self._unwritten[message]
 
     def messages(self, path: Path) -> list[Outgoing]:
         """Return the undelivered messages that `path` carries, in the order of posting."""
@@ -229,7 +233,7 @@ class RetransmitQueue:
     @property
     def probing(self) -> bool:
         """Return whether a probe is in flight, even a discarded one, as the receiver has memory for only one."""
-        return any(each.probe for each in self._sequenced.values())
+        return any(each.probe for each in (*self._unwritten_notes, *self._sequenced.values()))
 
     def oldest(self) -> Outgoing | None:
         """Return the message that the receiver has waited for longest."""
@@ -238,14 +242,18 @@ class RetransmitQueue:
     def next_to_write(self) -> Outgoing | None:
         """Return the next item for the ring: a note or probe, or a message if the window has room."""
         if self._unwritten_notes:
-            return next(iter(self._unwritten_notes.values()))
+            return next(iter(self._unwritten_notes))
         full = self._written_messages >= self._window_messages or self._written_nbytes >= self._window_nbytes
-        return None if full or not self._unwritten else next(iter(self._unwritten.values()))
+        return None if full else next(iter(self._unwritten), None)
 
     def mark_written(self, message: Outgoing) -> None:
         """Count a message as in flight; called before its first byte is written."""
         message.written = True
-        del self._line(message)[message.sequence]
+        del self._line(message)[message]
+        if message.sequence < 0:
+            message.sequence = self._next_sequence
+            self._next_sequence += 1
+            self._sequenced[message.sequence] = message
         if message.key is not None:
             self._written_messages += 1
             self._written_nbytes += message.payload.nbytes
@@ -255,9 +263,9 @@ class RetransmitQueue:
         if message.written and message.sequence in self._sequenced:
             self._forget(message)
             line = self._line(message)
-            line[message.sequence] = message
+            line[message] = None
             # To the front: it is older than all messages that have not been written.
-            line.move_to_end(message.sequence, last=False)
+            line.move_to_end(message, last=False)
 
     def rewind(self) -> None:
         """Queue all that the host path has not acknowledged again, for a new session."""
@@ -276,12 +284,14 @@ class RetransmitQueue:
         if message.written:
             self._forget(message)
         else:  # it was written in a former session, whose end was seen before its acknowledgement
-            del self._line(message)[sequence]
+            del self._line(message)[message]
         return message
 
     def confirm(self, message: Outgoing) -> None:
         """Remove a message that the device path has delivered."""
         self._messages.pop(message, None)
+        if message.sequence < 0:
+            self._unwritten.pop(message, None)
 
     def noted(self, below: int) -> None:
         """Remove the notes below this number: the control connection has delivered them."""
@@ -305,11 +315,10 @@ class RetransmitQueue:
         return min((note.posted_s for note in self._notes if not note.on_line), default=math.inf) + OVERDUE_S
 
     def _append(self, message: Outgoing, payload: Payload) -> None:
-        message.payload, message.sequence = payload, self._next_sequence
-        self._next_sequence += 1
-        self._sequenced[message.sequence] = self._line(message)[message.sequence] = message
+        message.payload = payload
+        self._line(message)[message] = None
 
-    def _line(self, message: Outgoing) -> OrderedDict[int, Outgoing]:
+    def _line(self, message: Outgoing) -> OrderedDict[Outgoing, None]:
         return self._unwritten_notes if message.key is None else self._unwritten
 
     def _forget(self, message: Outgoing) -> None:

@@ -26,6 +26,7 @@ from adaptra_megatron.transport.host_link.frames import check_can_travel, descri
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, LinkHealth
 from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue
 from adaptra_megatron.transport.link_ends import LinkEnds
+from adaptra_megatron.transport.link_paths import Path
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
 from adaptra_megatron.transport.setup import host_placement as placement
 
@@ -255,6 +256,29 @@ def test_a_probe_is_on_its_way_until_it_is_acknowledged() -> None:
     assert queue.probing
     queue.acknowledge(probe.sequence)
     assert not queue.probing
+
+
+@pytest.mark.parametrize("how", ["carried", "delivered"])
+def test_the_host_path_does_not_write_messages_that_it_has_not_begun_and_the_device_path_has(how: str) -> None:
+    queue = retransmit_queue(1)
+    begun, left, kept = (queue.post(key(n), n, computed(torch.zeros(2)), 0.0) for n in range(3))
+    queue.mark_written(begun)
+    for message in (begun, left):
+        if how == "carried":
+            queue.carry(message, Path.DEVICE)
+        else:
+            queue.confirm(message)
+    queue.rewind()  # a new session
+    written = []
+    while (message := queue.next_to_write()) is not None:
+        queue.mark_written(message)
+        written.append(message)
+        assert queue.acknowledge(message.sequence) is message
+    assert written == [begun, kept]
+    assert [message.sequence for message in written] == [0, 1]
+    assert queue.messages(Path.DEVICE) == ([left] if how == "carried" else [])
+    queue.carry(left, Path.HOST)
+    assert queue.next_to_write() is (left if how == "carried" else None)
 
 
 def test_a_key_that_comes_twice_is_kept_once() -> None:
