@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List all named orders of actions. A new one is a function in a module of its own, and a row here.
+"""List all named orders of actions. A new one is a function in `classic`, `v_shaped` or a new module, and a row here.
 
 The command line, the tests that hold for every order, and docs/schedules.md read this table.
 """

@@ -119,9 +119,12 @@ def test_plan_takes_a_deadline_and_writes_the_csv(
     ],
 )
 def test_simulate_times_classic_schedules_even_over_the_cap(
-    name: str, document: dict[str, Any], schedule: Any, write: Any, capsys: pytest.CaptureFixture[str]
+    name: str, document: dict[str, Any], schedule: Any, write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = json.loads(printed(capsys, "simulate", write(document), "--schedule", name, "--json"))
+    file = tmp_path / "order.csv"
+    out = printed(capsys, "simulate", write(document), "--schedule", name, "--json", "--csv", str(file))
+    assert file.read_text() == schedule_to_csv(schedule)
+    result = json.loads(out)
     costs = costs_from_json(document).placed(schedule.placement)
     simulation = simulate(schedule, costs)
     compared = {row["name"]: row["makespan_s"] for row in result.pop("comparison")}
@@ -233,6 +236,9 @@ def test_what_cannot_be_read_or_chosen_is_refused(
     )
     assert "cannot read none.csv" in refused(capsys, "simulate", costs, "--schedule", "none.csv")
     assert "cannot write" in refused(capsys, "plan", costs, "--csv", str(tmp_path))
+    assert "--csv is for one order" in refused(
+        capsys, "simulate", costs, "--schedule", "online", "--csv", str(tmp_path / "online.csv")
+    )
     assert "'-1' is not a number of seconds above 0" in refused(capsys, "plan", costs, "--deadline-s=-1")
     assert "required: --schedule, one of gpipe, 1f1b" in refused(capsys, "simulate", costs)
     assert "interleaved runs 2 chunks or more per stage, not 1: take gpipe, 1f1b" in refused(

@@ -254,7 +254,7 @@ def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "time with a healthy job, stock's order and the order that a healthy job would run.\n\n" + WHERE_COSTS_ARE,
     )
     parser.add_argument("--deadline-s", type=seconds, metavar="SECONDS", help="approximate planning time")
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the schedule to this file")
+    _add_csv(parser)
     add_shared_options(parser)
     add_question_options(parser)
     parser.set_defaults(run=_run_plan)
@@ -326,6 +326,12 @@ def _plan(job: JobCosts, deadline_s: float | None, progress: Progress | None) ->
     )
 
 
+def _add_csv(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE.csv", help="also write the schedule to this file, for --adaptra-plan-csv"
+    )
+
+
 def _write(path: Path, schedule: Schedule | None) -> None:
     assert schedule is not None
     try:
@@ -353,6 +359,7 @@ def add_simulate_command(commands: argparse._SubParsersAction[argparse.ArgumentP
         action="store_true",
         help="time sends and receives as stock Megatron-core makes them: blocking (1f1b and interleaved only)",
     )
+    _add_csv(parser)
     add_shared_options(parser)
     parser.set_defaults(run=_run_simulate)
 
@@ -375,6 +382,8 @@ def _run_simulate(options: argparse.Namespace) -> None:
                 outcome = _simulate(job, options.schedule, options.blocking, progress)
                 row = row_of(outcome.name, outcome.simulation, outcome.lower_bound)
                 comparison = compare(given, asked, timed=row, progress=progress)
+                if options.csv is not None:
+                    _write(options.csv, outcome.simulation.schedule)
         if axes:
             table.show(as_json=options.json)
         elif routed:
@@ -394,6 +403,8 @@ def _note_overlaps(schedule: str | None) -> None:
 
 def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) -> None:
     routed = asks_for_routing(options)
+    if options.csv is not None and (axes or routed or options.schedule == "online"):
+        raise InputError("--csv is for one order: leave out ranges, --slow-cell, --dead and online")
     if routed and (axes or options.blocking or asks_for_drawings(options) or options.schedule in ("planned", "online")):
         raise InputError(
             "--slow-cell and --dead are timed with a fixed schedule: leave out --blocking (stock's order, the "
