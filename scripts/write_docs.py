@@ -137,8 +137,8 @@ def schedules_page() -> str:
     ]
     return f"""# Schedules
 
-Orders of actions that have names, for `adaptra simulate COSTS.json --schedule NAME`; with `--csv FILE` it writes one for
-`--adaptra-plan-csv FILE`. Made by `scripts/write_docs.py` from
+Orders of actions that have names, for `adaptra simulate COSTS.json --schedule NAME`; with `--csv FILE` it writes one
+for `--adaptra-plan-csv FILE`. Made by `scripts/write_docs.py` from
 `adaptra_megatron.schedule.order_registry.SCHEDULES`, [where to add one](extending.md#an-order-of-actions). The
 names `planned` and `online` stand for what the [planner](planner.md) finds and for [online
 dispatch](planner.md#online-dispatch).

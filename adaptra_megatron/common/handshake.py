@@ -121,6 +121,7 @@ JOB_NBYTES = 16
 
 _MAGIC = b"adaptra\n"
 VERSION = 4
+"""Raised with every change of what connections carry: of this handshake, frames, or control messages."""
 _CHALLENGE = struct.Struct(f"<8sI{NONCE_NBYTES}s")
 CHALLENGE_NBYTES = _CHALLENGE.size
 """Size of the challenge, which every process that connects is sent."""

@@ -2,12 +2,6 @@
 """Separate the operations of two generations: none of the earlier one writes later, and results outside of calls are
 kept.
 
-Outside of calls an operation has one result, the same on all its ranks. If a rank fails during an operation, some ranks
-may have the result and others not. The others copy it over the job's store from the lowest rank that has it, or run the
-operation again if no rank has it. Results are kept from one commit to the next: a rank that commits call n has seen
-that all others finished their attempts at n, so all of them have run the operations before it. Replicas may be several
-operations apart.
-
 A rank that abandons an attempt leaves operations of torch.distributed pending, in gloo's worker threads or on the GPU.
 They could still write into a gradient buffer that the next attempt has zeroed, or into a norm, and all replicas would
 agree on a wrong sum. So connections are shut down and communicators aborted, which ends all waits for peers. With NCCL
@@ -22,6 +16,12 @@ Sockets are found by their addresses: each group has a device, and so a listener
 descriptors are queried one by one. Two alternatives fail: /proc/net/tcp lists the whole host's sockets, changes while
 it is read, and omits some; Python's socket objects change the blocking mode of duplicates if a script has set a default
 timeout.
+
+Outside of calls an operation has one result, the same on all its ranks. If a rank fails during an operation, some ranks
+may have the result and others not. The others copy it over the job's store from the lowest rank that has it, or run the
+operation again if no rank has it. Results are kept from one commit to the next: a rank that commits call n has seen
+that all others finished their attempts at n, so all of them have run the operations before it. Replicas may be several
+operations apart.
 """
 
 from __future__ import annotations

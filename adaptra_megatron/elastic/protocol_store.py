@@ -58,6 +58,8 @@ def awaited(
     return found
 
 
+ALL_GENERATIONS = "survival"
+"""Prefix of keys that all generations share."""
 _MOST_NBYTES = 1 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 """First and longest pause between two polls: the last rank to finish an attempt writes its fate at once."""

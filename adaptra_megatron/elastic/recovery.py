@@ -3,13 +3,14 @@
 
 The way of a failure, on each live rank:
 
-1. Detected: `FailureDetector` reads it from the launcher, or a message, collective or wait of this rank fails. Both
-   only end the attempt (`_interrupt`, `_attempt`).
+1. Detected: the launcher sees a process end (launch/roster.py) and publishes who lives, which `FailureDetector` reads;
+   or a message, collective or wait of this rank fails. Both only end the attempt (`_interrupt`, `_attempt`).
 2. Fenced: all operations of the attempt end, so that none can write any more (`FaultTolerantGroups.leave`).
 3. Agreed: the launcher's membership says who lives (`_change`), and the ranks meet in the store and decide which
    attempts had committed (`ProtocolStore`).
 4. Regrouped: process groups of the live ranks replace the earlier ones (`_entered_after_failures`).
-5. Redone: the attempt runs again, or the next call if it had committed (`carry_out`, `_got_over`).
+5. Redone: the attempt runs again (`_attempt`, which calls `Recovery._attempt` of engine/fault_tolerance.py to restore
+   state and to rebuild links and plan), or the next call if it had committed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from adaptra_megatron.elastic.protocol import (
     Request,
     Unsound,
 )
-from adaptra_megatron.elastic.protocol_store import CommitDesk, ProtocolStore, Word
+from adaptra_megatron.elastic.protocol_store import ALL_GENERATIONS, CommitDesk, ProtocolStore, Word
 from adaptra_megatron.elastic.rejoin import (
     PATIENCE_S,
     JobRecord,
@@ -84,8 +85,6 @@ logger = logger_of(__name__)
 
 Result = TypeVar("Result")
 
-_SURVIVAL = "survival"
-"""Prefix of keys that all generations share."""
 _WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
 """Phases in which a rank learns whether the rejoining ranks take part."""
 
@@ -126,7 +125,7 @@ class RecoveryManager:
         """
         self._layout, self._control, self._groups, self._records = layout, control, groups, records
         self._timeout_s = timeout_s
-        self._store = control.punctual(_SURVIVAL, timeout_s)
+        self._store = control.punctual(ALL_GENERATIONS, timeout_s)
         self._steps = ProtocolStore(control, self._store, timeout_s)
         self._desk = CommitDesk(self._store, layout.rank, timeout_s)
         self._rank = Rank.first(layout) if joined is None else joined.rank
@@ -328,7 +327,7 @@ class RecoveryManager:
 
         Polls would be late by up to their interval, or would be many.
         """
-        with self._control.lent(_SURVIVAL, self._timeout_s, sealed=False) as client:
+        with self._control.lent(ALL_GENERATIONS, self._timeout_s, sealed=False) as client:
             wait = functools.partial(client.wait, [key], timedelta(seconds=self._timeout_s))
             # If interrupted, the thread ends with the next meeting at the latest, which writes all fates.
             interruptible(wait, self._check_wait, self._timeout_s, f"the commit of call {self._rank.call}")

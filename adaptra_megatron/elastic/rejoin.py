@@ -25,7 +25,7 @@ from adaptra_megatron.elastic.failure_errors import EpochEndedError, Unrecoverab
 from adaptra_megatron.elastic.generation import Generation, refuse_lost_stages
 from adaptra_megatron.elastic.job_abort import check_abort
 from adaptra_megatron.elastic.protocol import Await, AwaitAll, Done, Interrupted, Phase, Put, PutOnce, Rank, Ticket
-from adaptra_megatron.elastic.protocol_store import ProtocolStore, awaited
+from adaptra_megatron.elastic.protocol_store import ALL_GENERATIONS, ProtocolStore, awaited
 
 PATIENCE_S = 4.5
 """Longest time that the others wait for a rejoining process, beyond the transfer of its state. The process may be
@@ -164,7 +164,7 @@ class RejoiningRank:
         Raises UnrecoverableError if they do not within the timeout, JobLostError if they no longer can, OtherRankError
         if the job has ended with an error, RuntimeError if a store cannot be reached.
         """
-        place, identity, store = self._place, host_identity(), self.control.client("survival")
+        place, identity, store = self._place, host_identity(), self.control.client(ALL_GENERATIONS)
         # The job may be ending: then no rank would ever admit this one.
         check_abort(store, self.layout.name(place.rank))
         ready = Readiness(place.epoch, int(os.environ[START_VARIABLE]), socket.gethostname(), identity)
@@ -211,7 +211,7 @@ class RejoiningRank:
 
         Raises UnrecoverableError if another rank failed or was late meanwhile; this process is then not admitted.
         """
-        steps = ProtocolStore(self.control, self.control.client("survival"), self.timeout_s)
+        steps = ProtocolStore(self.control, self.control.client(ALL_GENERATIONS), self.timeout_s)
         rank = joined.rank
         while rank.phase not in (Phase.BETWEEN, Phase.LEFT):
             request = rank.request

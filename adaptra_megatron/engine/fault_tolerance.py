@@ -369,9 +369,9 @@ def _manager(
             f"{_FLAG} needs a launcher that reports failed ranks, and this one does not: start "
             "the job with `adaptra launch --no-kill`, or drop the flag"
         )
-    survival = RecoveryManager(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S, joined)
-    survival.when_ended(functools.partial(interrupt, "the set of live ranks has changed"))
-    return survival
+    manager = RecoveryManager(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S, joined)
+    manager.when_ended(functools.partial(interrupt, "the set of live ranks has changed"))
+    return manager
 
 
 def _hold_copies(job: Job, optimizers: Sequence[Any]) -> None:

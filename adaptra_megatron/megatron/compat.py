@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All differences between the supported releases of Megatron-core, in one place, each detected by what the release has.
 
+Releases that are accepted: `SUPPORTED` of patches/table.py; how to add one: docs/extending.md.
+
 They are not detected by `__version__`: tags carry that of another release (core_v0.17.0 says 0.17.0rc0), and forks keep
 it.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """List all named orders of actions. A new one is a function in `classic`, `v_shaped` or a new module, and a row here.
 
-The command line, the tests that hold for every order, and docs/schedules.md read this table.
+`adaptra simulate --schedule NAME` times one and writes it as CSV, which `--adaptra-plan-csv` trains. The tests of all
+orders, the bitwise trainings (orders of Megatron's placement only) and docs/schedules.md read this table.
 """
 
 from __future__ import annotations

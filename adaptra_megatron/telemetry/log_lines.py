@@ -96,7 +96,7 @@ def finding_text(
     *,
     brief: bool = False,
 ) -> str:
-    """Return a sentence on what is slow, late or dead: since when, why, where, and its cost.
+    """Return a sentence on what is slow, late or dead: "link 1>2 is slow since iteration 13: ...", with its cost.
 
     Costs below MEASURABLE are left out. `brief`: numbers as in the training's log.
     """

@@ -52,6 +52,7 @@ void check_data(const FrameHeader& header, std::uint64_t slot_nbytes, std::uint6
 
 void check_frame(const FrameHeader& header, std::uint64_t slot_nbytes, std::uint64_t max_message_nbytes) {
     if (header.magic != kFrameMagic) refuse(header, "it does not start as a frame does");
+    if (header.reserved != 0) refuse(header, "its reserved field is not 0");
     if (header.nbytes > slot_nbytes) {
         refuse(header, std::to_string(header.nbytes) + " bytes of payload exceed a slot of " +
                            std::to_string(slot_nbytes));

@@ -21,6 +21,9 @@ enum class FrameKind : std::uint8_t {
     kVoid = 4,  // a connection broke while it filled this slot: skip it
 };
 
+// Python's `Description`. A change of its fields belongs into check_frame and same_message (frame.cpp), make_description
+// (module.cpp), _ring.pyi and the tests' copies (tests/support/raw_frames.py, tests/fuzz/reference_inbox.py), and raises
+// kRingVersion below and VERSION of common/handshake.py, by which rings and connections of other versions are refused.
 struct FrameHeader {
     std::uint32_t magic = kFrameMagic;
     FrameKind kind = FrameKind::kVoid;
@@ -35,9 +38,11 @@ struct FrameHeader {
     std::uint64_t offset = 0;  // where in the message this payload belongs
     std::uint64_t nbytes = 0;  // of this payload
     std::array<std::uint64_t, kMaxDimensions> shape{};
-    std::uint64_t reserved = 0;
+    std::uint64_t reserved = 0;  // 0, or the frame is refused
 };
 static_assert(sizeof(FrameHeader) == 128, "the header's layout is part of the protocol");
+
+constexpr std::uint32_t kRingVersion = 3;  // of a ring's memory, frames included
 
 struct DataType {
     const char* name;

@@ -17,7 +17,6 @@ namespace adaptra {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x474E495241445041;  // "APDARING"
-constexpr std::uint32_t kVersion = 3;
 constexpr std::size_t kPage = 4096;
 constexpr std::uint32_t kMaxSlots = 4096;
 constexpr std::uint64_t kMaxSlotNbytes = std::uint64_t{64} << 20;
@@ -121,7 +120,7 @@ std::shared_ptr<Ring> Ring::create(std::uint32_t slots, std::uint64_t slot_nbyte
     std::byte* memory = map(fd.get(), nbytes);
     Shared* shared = new (memory) Shared{};
     shared->magic = kMagic;
-    shared->version = kVersion;
+    shared->version = kRingVersion;
     shared->slots = slots;
     shared->slot_nbytes = slot_nbytes;
     return std::shared_ptr<Ring>(new Ring(fd.hand_over(), memory, nbytes, slots, slot_nbytes));
@@ -143,10 +142,10 @@ std::shared_ptr<Ring> Ring::attach(int fd) {
     const std::uint32_t version = shared->version;
     const std::uint32_t slots = shared->slots;
     const std::uint64_t slot_nbytes = shared->slot_nbytes;
-    if (magic != kMagic || version != kVersion || !possible(slots, slot_nbytes) ||
+    if (magic != kMagic || version != kRingVersion || !possible(slots, slot_nbytes) ||
         memory_nbytes(slots, slot_nbytes) != nbytes) {
         munmap(memory, nbytes);
-        throw RingError("the memory is no ring of version " + std::to_string(kVersion) + ": version " +
+        throw RingError("the memory is no ring of version " + std::to_string(kRingVersion) + ": version " +
                         std::to_string(version) + ", " + std::to_string(slots) + " slots of " +
                         std::to_string(slot_nbytes) + " bytes in " + std::to_string(nbytes) +
                         " bytes; both ends must run the same version of this package");
@@ -308,7 +307,7 @@ void Ring::check_producer() {
 
 void Ring::check_first_page(const Doorbell& bell, Waiters& own) const {
     if (!bell.intact(own)) throw RingError("another changed the count of who waits");
-    if (shared_->magic != kMagic || shared_->version != kVersion || shared_->slots != slots_ ||
+    if (shared_->magic != kMagic || shared_->version != kRingVersion || shared_->slots != slots_ ||
         shared_->slot_nbytes != slot_nbytes_) {
         throw RingError("another changed the description of its slots");
     }

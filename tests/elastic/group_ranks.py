@@ -69,7 +69,7 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
         for number in range(replicas)
     }
     layout = JobLayout(rank, workers, "job", together=True)
-    survival = RecoveryManager(
+    manager = RecoveryManager(
         layout, ControlStore.of_job("job"), groups, MembershipRecords.of_rank(TIMEOUT_S), TIMEOUT_S, 10.0
     )
     ours = [death.split(":") for death in deaths if int(death.split(":")[0]) == rank]
@@ -79,7 +79,7 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
     for name in ("known", "keep"):
         mortal.before(groups.kept, name)
     for name in ("_answer", "_after"):
-        mortal.before(survival, name)
+        mortal.before(manager, name)
     weight, seen = torch.tensor([1.0 + stage], dtype=torch.float64), []
 
     def attempt(generation: Generation, number: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
         return gradient
 
     for call in range(CALLS):
-        gradient = survival.carry_out(attempt)
+        gradient = manager.carry_out(attempt)
         norm = (gradient * weight) ** 2
         dist.all_reduce(norm, group=pipeline)
         flag = torch.tensor([float(call == 2 and stage == 0)])
@@ -105,9 +105,9 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
         weight = weight + gradient / norm.sqrt()
         seen.append([float(norm), float(flag), float(reported), max(float(part) for part in parts)])
     dist.barrier()
-    result = json.dumps({"weight": float(weight), "seen": seen, "epochs": survival.epochs})
+    result = json.dumps({"weight": float(weight), "seen": seen, "epochs": manager.epochs})
     sys.stdout.write(f"RESULT {result}\n")
-    survival.close()
+    manager.close()
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from adaptra_megatron.elastic.recovery import RecoveryManager
 TIMEOUT_S = 20.0
 
 
-def look_last(survival: RecoveryManager, records: MembershipRecords) -> None:
+def look_last(manager: RecoveryManager, records: MembershipRecords) -> None:
     """Have this rank look who lives once ranks 0 and 1 have left."""
-    original = survival._detector.change
+    original = manager._detector.change
 
     def last(tried: frozenset[int]) -> Membership | None:
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -37,7 +37,7 @@ def look_last(survival: RecoveryManager, records: MembershipRecords) -> None:
             time.sleep(0.02)
         return original(tried)
 
-    survival._detector.change = last  # type: ignore[method-assign]
+    manager._detector.change = last  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -50,22 +50,22 @@ def main() -> None:
     workers = {each: Worker(Cell(each // 2, 0), each % 2, "host", "boot/net") for each in range(4)}
     layout = JobLayout(rank, workers, "job", together=True)
     records = MembershipRecords.of_rank(TIMEOUT_S)
-    survival = RecoveryManager(layout, ControlStore.of_job("job"), groups, records, TIMEOUT_S, 10.0)
+    manager = RecoveryManager(layout, ControlStore.of_job("job"), groups, records, TIMEOUT_S, 10.0)
     if rank >= 2:
-        look_last(survival, records.clone())
+        look_last(manager, records.clone())
 
     def attempt(generation: Generation, number: int) -> None:
         dist.all_reduce(torch.zeros(1), group=lanes[rank % 2])
 
     try:
         for call in range(2):
-            survival.carry_out(attempt)
+            manager.carry_out(attempt)
             if (rank, call) == (0, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.zeros(1))
         sys.stdout.write("has come to the end\n")
     finally:
-        survival.close()
+        manager.close()
 
 
 if __name__ == "__main__":

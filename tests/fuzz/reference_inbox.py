@@ -38,16 +38,17 @@ class Header(NamedTuple):
     offset: int
     nbytes: int
     shape: tuple[int, ...]
+    reserved: int
 
     @classmethod
     def of(cls, raw: bytes) -> Header:
         """Reads the 128 bytes of a header."""
         *fields, reserved = HEADER.unpack(raw)
-        return cls(*fields[:12], tuple(fields[12:]))
+        return cls(*fields[:12], tuple(fields[12:]), reserved)
 
     def is_possible(self, slot_nbytes: int, max_message_nbytes: int) -> bool:
         """Return whether a sender writes such a frame."""
-        if self.magic != MAGIC or self.kind not in (DATA, ACK, BYE, VOID):
+        if self.magic != MAGIC or self.reserved != 0 or self.kind not in (DATA, ACK, BYE, VOID):
             return False
         if self.kind != DATA:
             return self.nbytes == 0

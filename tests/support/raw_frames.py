@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.transport._ring import DATA_TYPES, Ring
+from adaptra_megatron.transport._ring import DATA_TYPES, FRAME_HEADER_NBYTES, Ring
 
 HEADER = struct.Struct("<IBBBBQqIIQQQ8QQ")
 """FrameHeader of csrc/ring/frame.hpp."""
+assert HEADER.size == FRAME_HEADER_NBYTES
 MAGIC = 0x46504441
 DATA, ACK, BYE, VOID = 1, 2, 3, 4
 NOTE = 2
@@ -39,6 +40,7 @@ class Frame:
     chunk: int = 0
     micro_batch: int = 0
     magic: int = MAGIC
+    reserved: int = 0
 
     @property
     def header(self) -> bytes:
@@ -49,7 +51,7 @@ class Frame:
             *(self.sequence, self.iteration, self.chunk, self.micro_batch),
             *(self.total_nbytes, self.offset, nbytes),
             *(*shape, *[0] * (MOST_DIMENSIONS - len(shape))),
-            0,
+            self.reserved,
         )
 
 

@@ -230,6 +230,7 @@ SPOILT = {
     "empty payload": (48, bytes(8)),
     "shape": (56, (101).to_bytes(8, "little")),
     "shape that overflows": (56, (1 << 63).to_bytes(8, "little")),
+    "reserved": (120, b"\x01"),
 }
 
 

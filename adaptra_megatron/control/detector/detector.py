@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect changes in a job: from each iteration's measurements, tell what is slow, and what is usual."""
+"""Detect changes in a job: from each iteration's measurements, tell what is slow, and what is usual.
+
+`LinkTracker` declares a link slow, `StageTracker` a stage. The rule is that of `Series` (series.py), the thresholds are
+LINK_CHANGES and STAGE_CHANGES (observations.py), which no flag sets. `finding_text` (telemetry/log_lines.py) words the
+finding for the log.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from adaptra_megatron.common.reasons import Reason
-from adaptra_megatron.control.detector import series as words
 from adaptra_megatron.control.detector.observations import (
     ChangeSettings,
     DetectorSettings,
@@ -29,6 +33,8 @@ from adaptra_megatron.control.detector.observations import (
     State,
 )
 from adaptra_megatron.control.detector.series import (
+    SETTLED,
+    UNJUDGED,
     Array,
     Batch,
     Change,
@@ -36,8 +42,11 @@ from adaptra_megatron.control.detector.series import (
     LinkFit,
     Messages,
     Series,
+    change_in_words,
     fit_link,
     least_held,
+    seconds,
+    size,
 )
 
 KindAndChunk = tuple[str, int]
@@ -49,7 +58,7 @@ class _Tracker:
     def __init__(self, identity: StageId | LinkId, settings: DetectorSettings) -> None:
         self._identity, self._settings = identity, settings
         self._since, self._state_since = 0, 0
-        self._reason: Reason = words.UNJUDGED
+        self._reason: Reason = UNJUDGED
 
     def _enter(self, before: State, state: State) -> None:
         if state is not before:
@@ -129,7 +138,7 @@ class StageTracker(_Tracker):
         self._since = min(change.since_iteration for change in shown.values())
         self._enter(before, self.state)
         first, *others = (
-            words.change_in_words(_name(key), change, self._state_since)
+            change_in_words(_name(key), change, self._state_since)
             for key, change in {**self._slow, **dict(sorted(changes.items()))}.items()
         )
         self._reason = *first, *(("; ", other) for other in others)
@@ -150,9 +159,7 @@ class StageTracker(_Tracker):
             },
             state=self.state,
             since_iteration=self._since,
-            reason=words.SETTLED
-            if self._reason is words.UNJUDGED and _all_settled(self.series.values())
-            else self._reason,
+            reason=SETTLED if self._reason is UNJUDGED and _all_settled(self.series.values()) else self._reason,
         )
 
     def _series(self, key: KindAndChunk) -> Series:
@@ -243,9 +250,9 @@ class LinkTracker(_Tracker):
         """Return a change of the series as a finding."""
         self._since = change.since_iteration
         self._enter(change.before, change.state)
-        self._reason = words.change_in_words(f"a message of {words.size(self._nbytes)}", change, self._state_since)
+        self._reason = change_in_words(f"a message of {size(self._nbytes)}", change, self._state_since)
         if (rate := self._known_rate()) is not None:
-            self._reason = *self._reason, (f"; the link carries {words.size(1.0 / rate)} per second",)
+            self._reason = *self._reason, (f"; the link carries {size(1.0 / rate)} per second",)
         return self._finding(iteration, change.before, change.state, change.level_s, change.baseline.value)
 
     def estimate(self) -> LinkEstimate | None:
@@ -268,7 +275,7 @@ class LinkTracker(_Tracker):
             state=self.state,
             since_iteration=self._since,
             measured_iteration=until_iteration,
-            reason=words.SETTLED if self._reason is words.UNJUDGED and self.series.settled else self._reason,
+            reason=SETTLED if self._reason is UNJUDGED and self.series.settled else self._reason,
             clock_correction_s=self._clock_correction_s,
         )
 
@@ -465,7 +472,7 @@ def declare_slower_than_peers(
         if series.state is State.SLOW or levels_s[place] <= factor * usual_s:
             continue
         if excess_s >= changes.material_s(usual_s, action_s):
-            evidence = f"comparison with {who}, at {words.seconds(usual_s)}"
+            evidence = f"comparison with {who}, at {seconds(usual_s)}"
             declared[place] = series.declare_slow(max(0.0, usual_s), iteration, evidence)
     return declared
 
@@ -490,10 +497,10 @@ def clock_corrections(links: Mapping[LinkId, LinkSample], min_messages: int) -> 
             middle = len(delays_s) // 2
             impossible_s[pair] = max(impossible_s.get(pair, 0.0), -float(np.partition(delays_s, middle)[middle]))
     corrections: dict[HostPair, float] = {}
-    for (pipeline, source, target), seconds in impossible_s.items():
-        if seconds > 0.0:
+    for (pipeline, source, target), lacking_s in impossible_s.items():
+        if lacking_s > 0.0:
             # What one direction has too little, the other has too much: their sum, a round trip, needs no common clock.
-            for pair, shift_s in (((pipeline, target, source), seconds), ((pipeline, source, target), -seconds)):
+            for pair, shift_s in (((pipeline, target, source), lacking_s), ((pipeline, source, target), -lacking_s)):
                 corrections[pair] = corrections.get(pair, 0.0) + shift_s
     return corrections
 

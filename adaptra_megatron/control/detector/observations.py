@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the detector's input, its findings, and its thresholds."""
+"""Define the detector's input, its findings, and its thresholds (LINK_CHANGES, STAGE_CHANGES)."""
 
 from __future__ import annotations
 

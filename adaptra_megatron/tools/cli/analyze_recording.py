@@ -33,7 +33,7 @@ from adaptra_megatron.tools.replay.analysis_wording import (
 from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
 from adaptra_megatron.tools.replay.pipelines import KINDS
 from adaptra_megatron.tools.report.iteration_chart import IterationChart
-from adaptra_megatron.tools.report.report_findings import SLOW_SHARE, Use
+from adaptra_megatron.tools.report.report_findings import REPORT_SLOW_SHARE, Use
 from adaptra_megatron.tools.report.report_page import Panel, page_environment
 from adaptra_megatron.tools.report.timelines import Timeline
 
@@ -104,7 +104,7 @@ def _panel(analysis: Analysis) -> Panel:
     seconds = max(record.end_s for record in records) - start_s
     iteration = RunIteration(number=step.number, start_s=start_s, seconds=seconds, records=tuple(records))
     actions_s = [record.compute_s for record in records]
-    timeline = Timeline(iteration, SLOW_SHARE * statistics.fmean(actions_s))
+    timeline = Timeline(iteration, REPORT_SLOW_SHARE * statistics.fmean(actions_s))
     note = f"replica {replica}, the slowest of it"
     return Panel(iteration, note, timeline.svg(), timeline.data(), f"step {step.number}")
 

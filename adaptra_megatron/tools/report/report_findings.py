@@ -24,7 +24,7 @@ Link = tuple[int, int]
 MOST_RECORDS = 300_000
 """Maximum number of records analysed in total, which takes seconds; of a longer run, fewer iterations of each part are
 used."""
-SLOW_SHARE = 0.25
+REPORT_SLOW_SHARE = 0.25
 """A link counts as slow if three of four messages take more than this share of a mean action."""
 CREDIBLE = 0.1
 """If a model of an iteration differs more from its measured time, no what-if question is asked."""
@@ -186,7 +186,7 @@ def _link_finding(flights: Sequence[Flight], link: Link, causes: Mapping[Cause, 
         worst_s=seconds[-1],
         messages=len(flights),
         idle_share=causes.get(Cause(CauseKind.LINK, *link), 0.0),
-        slow=quick_s > SLOW_SHARE * action_s,
+        slow=quick_s > REPORT_SLOW_SHARE * action_s,
     )
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a run's report as one HTML page that needs no network and no other file.
 
-This module prepares the content. `templates/` has one Jinja template per section, and the style and the script. Only
-timelines are drawn in Python: bars of one colour are one long path.
+To add a figure: find it in `report_findings` or here, give it to the templates in `report_page`, and show it as a tile
+(templates/tiles.html) or in the template of a section, which page.html includes; the test is
+tests/tools/report/test_report.py. Only timelines are drawn in Python: bars of one colour are one long path.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from adaptra_megatron.telemetry.events import (
 from adaptra_megatron.telemetry.log_lines import duration, percent
 from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at, replicas_of
 from adaptra_megatron.tools.report.iteration_chart import IterationChart, event_rows, worth_a_row
-from adaptra_megatron.tools.report.report_findings import SLOW_SHARE, PartFinding, Use, distinct, find, saved_seconds
+from adaptra_megatron.tools.report.report_findings import (
+    REPORT_SLOW_SHARE,
+    PartFinding,
+    Use,
+    distinct,
+    find,
+    saved_seconds,
+)
 from adaptra_megatron.tools.report.report_wording import USE_NAMES, headline, mattering_pairs, span, summary
 from adaptra_megatron.tools.report.status_page import status_findings
 from adaptra_megatron.tools.report.timelines import (
@@ -227,14 +235,14 @@ class LateReplica(NamedTuple):
     remedy: str
 
 
-class RouteArrivals(NamedTuple):
-    """Arrivals for the page."""
+class ArrivalsSection(NamedTuple):
+    """Arrivals of replicas at gradient synchronisation, for the page."""
 
     late: Sequence[LateReplica]
     maps: Sequence[HeatMap]
 
 
-def arrivals_of(events: Sequence[StampedEvent]) -> RouteArrivals | None:
+def arrivals_of(events: Sequence[StampedEvent]) -> ArrivalsSection | None:
     """Return the arrivals of a run; None if it did not watch for stragglers."""
     seen = [found.event for found in events if isinstance(found.event, ArrivalsSeen) and found.event.lags_s]
     late: list[LateReplica] = []
@@ -254,7 +262,7 @@ def arrivals_of(events: Sequence[StampedEvent]) -> RouteArrivals | None:
     # A map for each late replica would be too many: the latest maps, and that with the longest lag.
     worst = max(seen, key=_longest_s)
     shown = [each for each in seen if each is worst or each in seen[-MOST_MAPS + 1 :]]
-    return RouteArrivals(late, [_map(each, max(1e-9, _longest_s(worst))) for each in shown])
+    return ArrivalsSection(late, [_map(each, max(1e-9, _longest_s(worst))) for each in shown])
 
 
 def _longest_s(seen: ArrivalsSeen) -> float:
@@ -361,7 +369,7 @@ def page_environment() -> Environment:
     environment.globals.update(
         MOST_EVENTS=MOST_EVENTS, MOST_MISSING=MOST_MISSING, MOST_GRIDS=MOST_GRIDS, MOST_LINKS=MOST_LINKS
     )
-    environment.globals.update(SLOW_SHARE=SLOW_SHARE, USE_NAMES=USE_NAMES, Use=Use)
+    environment.globals.update(REPORT_SLOW_SHARE=REPORT_SLOW_SHARE, USE_NAMES=USE_NAMES, Use=Use)
     return environment
 
 
@@ -414,7 +422,7 @@ def _panels(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[i
             )
             raise MissingIterationError(f"iteration {number} is not in the trace, {held}")
     actions_s = [record.compute_s for number in notes for record in traced[number].records]
-    slow_s = SLOW_SHARE * sum(actions_s) / max(1, len(actions_s))
+    slow_s = REPORT_SLOW_SHARE * sum(actions_s) / max(1, len(actions_s))
     panels = []
     for number, note in notes.items():
         timeline = Timeline(traced[number], slow_s)
@@ -459,7 +467,7 @@ def plan_page(
     for each in drawn:
         iteration = simulated_iteration(each.simulation, each.costs)
         action_s = statistics.fmean(record.compute_s for record in iteration.records)
-        timeline = Timeline(iteration, SLOW_SHARE * action_s, axis_s=axis_s)
+        timeline = Timeline(iteration, REPORT_SLOW_SHARE * action_s, axis_s=axis_s)
         panels.append(Panel(iteration, "", timeline.svg(), timeline.data(), each.title))
     kinds = {record.kind for panel in panels for record in panel.iteration.records}
     return (

@@ -3,8 +3,9 @@
 
 Wire format of the host path, the same in a ring's slot and on a TCP connection (csrc/ring/frame.hpp has the layout):
 
-1. A frame is a header of 128 bytes and up to one slot of payload. Its magic number fixes byte order and layout; there
-   is no version field, as all ranks of a job run one version of the package.
+1. A frame is a header of 128 bytes and up to one slot of payload. Its magic number fixes the byte order. Its version is
+   that of the ring (`kRingVersion`, frame.hpp) or of the connection (`VERSION`, common/handshake.py); another one is
+   refused before the first frame.
 2. The header names message (sequence number, key), data type, shape, and the payload's offset in the message. So frames
    of one message may come in any order, over several connections, and twice.
 3. `check_frame` (native) validates a header before it is used: each payload is a whole slot or the message's last. So
