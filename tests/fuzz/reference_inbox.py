@@ -148,6 +148,7 @@ def received(event: Event) -> Outcome:
         *(MAGIC, DATA, event.direction, event.dtype, len(shape), event.sequence),
         *(event.iteration, event.chunk, event.micro_batch, len(content), 0, 0),
         (*shape, *[0] * (MOST_DIMENSIONS - len(shape))),
+        0,
     )
     return Outcome(kind, event.sequence, header, content)
 
