@@ -93,10 +93,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m testing.demo.demo
 
 # Two runs of pytest share the machine, since ranks mostly wait for each other: the trainings in one; in the other what has
-# one process, then what mostly waits, and last the fault campaign, which has deadlines.
+# one process or little training, then what mostly waits, and last the fault campaign, which has deadlines.
 PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm and not nccl_host' --durations=30
-CONCURRENT_TESTS := $(addprefix tests/,benchmarks common control/detector gradsync fuzz gpu patches schedule tools) $(wildcard tests/test_*.py) \
-	$(addprefix tests/,elastic/launch telemetry transport campaigns)
+CONCURRENT_TESTS := $(addprefix tests/,benchmarks common control/detector gradsync fuzz gpu patches schedule tools dropin testing) \
+	$(wildcard tests/test_*.py) $(addprefix tests/,elastic/launch telemetry transport campaigns)
 test: $(INSTALLED)
 	@mkdir -p build
 	nice -n 5 $(PYTEST_ALL) -p no:cacheprovider $(CONCURRENT_TESTS) >build/concurrent_tests.txt 2>&1 & concurrent=$$!; \
