@@ -151,15 +151,15 @@ def _of_features(config: AdaptraConfig) -> list[Patch]:
     """Return the patches of the features that `config` asks for. Those of other features are not imported."""
     found: list[Patch] = []
     if config.is_fault_tolerant:
-        from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
+        from adaptra_megatron.patches.rank_failure_patches import FAULT_TOLERANCE_PATCHES
 
         found += FAULT_TOLERANCE_PATCHES
     if config.gradient_sync != "stock" or config.sync_mode != "ssgd" or config.staggered_optimizer:
-        from adaptra_megatron.patches import update_features
+        from adaptra_megatron.patches import update_patches
 
-        found += update_features.GRADIENT_PATCHES if config.gradient_sync != "stock" else ()
-        found += update_features.UPDATE_PATCHES if config.sync_mode != "ssgd" else ()
-        found += update_features.STAGGERING_PATCHES if config.staggered_optimizer else ()
+        found += update_patches.GRADIENT_PATCHES if config.gradient_sync != "stock" else ()
+        found += update_patches.UPDATE_PATCHES if config.sync_mode != "ssgd" else ()
+        found += update_patches.STAGGERING_PATCHES if config.staggered_optimizer else ()
     return [*found, *(WATCHING_PATCHES if config.watches_stragglers else ())]
 
 

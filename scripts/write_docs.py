@@ -37,8 +37,8 @@ def patches_page() -> str:
     """docs/patches.md. Imports Megatron."""
     from adaptra_megatron.patches import PATCHES, TRAINING_PATCHES, WATCHING_PATCHES
     from adaptra_megatron.patches.cuda_graphs import CAPTURE_PATCHES
-    from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
-    from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
+    from adaptra_megatron.patches.rank_failure_patches import FAULT_TOLERANCE_PATCHES
+    from adaptra_megatron.patches.update_patches import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
 
     from adaptra_megatron.megatron.compat import DIFFERENCES
 
@@ -92,7 +92,7 @@ RAN_ON = {
 
 def _releases() -> dict[str, str]:
     """Return the releases of megatron-core that each flag works with, where they are not all supported ones."""
-    from adaptra_megatron.patches.update_features import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
+    from adaptra_megatron.patches.update_patches import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
 
     return {
         "--adaptra-gradient-sync": f"`{GRADIENT_PATCHES[0].versions}`",

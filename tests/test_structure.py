@@ -107,7 +107,7 @@ def test_the_package_imports_nothing_of_testing() -> None:
 
 
 def test_a_file_name_is_used_once() -> None:
-    names = [file.stem for name, file in FILES.items() if name.startswith(f"{PACKAGE}.") and room(name) != "patches"]
+    names = [file.stem for name, file in FILES.items() if name.startswith(f"{PACKAGE}.")]
     twice = {name for name in names if names.count(name) > 1 and not name.startswith("__")}
     assert twice == set()
 

@@ -27,7 +27,7 @@ BY_FLAG += (
     "schedule.planner",
 )
 BY_FLAG += ("control.stragglers.straggler_host", "transport.gpu.device_copies", "transport.device_session.nccl_link")
-BY_FLAG += ("patches.fault_tolerance", "patches.update_features", "megatron.feature_refusals")
+BY_FLAG += ("patches.rank_failure_patches", "patches.update_patches", "megatron.feature_refusals")
 BY_FLAG += ("megatron.replica_updates", "megatron.staggered_optimizer", "megatron.state.conservation")
 
 

@@ -166,7 +166,7 @@ def main(instances: int) -> None:
     install()
     from megatron.core import parallel_state
 
-    from patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
+    from patches.rank_failure_patches import FAULT_TOLERANCE_PATCHES
 
     (patch,) = (each for each in FAULT_TOLERANCE_PATCHES if each.identity == "gradient-counts")
     owner, attribute = patch.owner()

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 import torch
-from adaptra_megatron.patches.fault_tolerance import FAULT_TOLERANCE_PATCHES
+from adaptra_megatron.patches.rank_failure_patches import FAULT_TOLERANCE_PATCHES
 from megatron.core import ModelParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer import ChainedOptimizer

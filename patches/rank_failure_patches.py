@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.background_saves import PATCHES as BACKGROUND_PATCHES
+from adaptra_megatron.patches.background_save_patches import PATCHES as BACKGROUND_PATCHES
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
