@@ -3,8 +3,9 @@
 
 The way of a failure, on each live rank:
 
-1. Detected: the launcher sees a process end (launch/roster.py) and publishes who lives, which `FailureDetector` reads;
-   or a message, collective or wait of this rank fails. Both only end the attempt (`_interrupt`, `_attempt`).
+1. Detected: the launcher sees a process end (`Workers.poll`), decides who lives (`Roster.decide`) and publishes it
+   (launch/launcher.py), which `FailureDetector` reads (`compare`); or a message, collective or wait of this rank fails.
+   Both only end the attempt (`_interrupt`, `_attempt`).
 2. Fenced: all operations of the attempt end, so that none can write any more (`FaultTolerantGroups.leave`).
 3. Agreed: the launcher's membership says who lives (`_change`), and the ranks meet in the store and decide which
    attempts had committed (`ProtocolStore`).

@@ -21,9 +21,12 @@ enum class FrameKind : std::uint8_t {
     kVoid = 4,  // a connection broke while it filled this slot: skip it
 };
 
-// Python's `Description`. A change of its fields belongs into check_frame and same_message (frame.cpp), make_description
-// (module.cpp), _ring.pyi and the tests' copies (tests/support/raw_frames.py, tests/fuzz/reference_inbox.py), and raises
-// kRingVersion below and VERSION of common/handshake.py, by which rings and connections of other versions are refused.
+// Python's `Description`. A change of its fields:
+// - check_frame and same_message (frame.cpp); make_description and Event's properties (module.cpp, _ring.pyi); describe,
+//   describe_note and describe_probe (transport/host_link/frames.py), and others that make a Description;
+// - kRingVersion below and VERSION of common/handshake.py are raised: rings and connections of other versions are refused;
+// - the tests' copies: tests/support/raw_frames.py, tests/fuzz/reference_inbox.py, FIELDS of tests/fuzz/mutations.py, SPOILT
+//   and the table of versions of tests/transport/test_ring.py. These fail where one of the above was forgotten.
 struct FrameHeader {
     std::uint32_t magic = kFrameMagic;
     FrameKind kind = FrameKind::kVoid;

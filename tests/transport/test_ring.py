@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_usage import wakes_of
 from ring_producer import message, write
-from support.raw_frames import NOTE, Frame, cut, put_frame
+from support.raw_frames import HEADER, NOTE, Frame, cut, put_frame
 from transport_checks import until
 
+from adaptra_megatron.common import handshake
 from adaptra_megatron.transport import _ring
 from adaptra_megatron.transport._ring import (
     Description,
@@ -216,6 +217,12 @@ def test_a_ring_cannot_be_executed_where_the_kernel_lets_it_be_said() -> None:
 
 
 # Byte of the header, and what is written there: see FrameHeader in csrc/ring/frame.hpp.
+def test_another_header_has_versions_of_its_own() -> None:
+    with memory_of(Ring.create(2, SLOT)) as memory:
+        of_rings = int.from_bytes(memory[8:12], "little")
+    assert (HEADER.format, of_rings, handshake.VERSION) == ("<IBBBBQqIIQQQ8QQ", 3, 4), "raise both versions with it"
+
+
 SPOILT = {
     "magic": (0, b"XXXX"),
     "kind": (4, b"\x09"),
