@@ -199,7 +199,7 @@ class TelemetrySection(Section):
     """Policy from this iteration on: "adapt", "observe" or "off"; empty: unchanged."""
 
     def then(self, later: TelemetrySection) -> TelemetrySection:
-        """Return both sections' requests, and the later figures and policy."""
+        """Return this section merged with a `later` one: requests of both, figures and policy of the later."""
         return TelemetrySection(self.requests + later.requests, later.job, later.policy or self.policy)
 
 

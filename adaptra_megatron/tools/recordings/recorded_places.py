@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A range and its cell."""
+    """A recorded range, the cell that ran it, and the number of its file."""
 
     cell: Cell
     range: Range

@@ -63,7 +63,7 @@ class Remedies:
     now_s: float
     """Seconds of the step replayed without launch delays, which remedies are compared with."""
     pipelines_s: float
-    """Seconds of the pipelines' part."""
+    """Seconds from the first to the last action of the pipelines within the step."""
     rows: tuple[Remedy, ...]
     why_not: str = ""
     """Why no remedy could be tried; empty otherwise."""
