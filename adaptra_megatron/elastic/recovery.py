@@ -8,10 +8,10 @@ The way of a failure, on each live rank:
    Both only end the attempt (`_interrupt`, `_attempt`).
 2. Fenced: all operations of the attempt end, so that none can write any more (`FaultTolerantGroups.leave`).
 3. Agreed: the launcher's membership says who lives (`_change`), and the ranks meet in the store and decide which
-   attempts had committed (`ProtocolStore`).
+   attempts had committed (`Rank` of protocol.py, whose requests `ProtocolStore` carries out).
 4. Regrouped: process groups of the live ranks replace the earlier ones (`_entered_after_failures`).
 5. Redone: the attempt runs again (`_attempt`, which calls `Recovery._attempt` of engine/fault_tolerance.py to restore
-   state and to rebuild links and plan), or the next call if it had committed.
+   state and to rebuild links, routes and plan), or the next call if it had committed.
 """
 
 from __future__ import annotations

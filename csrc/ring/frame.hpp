@@ -23,10 +23,11 @@ enum class FrameKind : std::uint8_t {
 
 // Python's `Description`. A change of its fields:
 // - check_frame and same_message (frame.cpp); make_description and Event's properties (module.cpp, _ring.pyi); describe,
-//   describe_note and describe_probe (transport/host_link/frames.py), and others that make a Description;
-// - kRingVersion below and VERSION of common/handshake.py are raised: rings and connections of other versions are refused;
+//   describe_note and describe_probe (adaptra_megatron/transport/host_link/frames.py), and others that make a Description;
+// - kRingVersion below and VERSION of common/handshake.py are raised (by hand where only meanings change): rings and
+//   connections of other versions are refused;
 // - the tests' copies: tests/support/raw_frames.py, tests/fuzz/reference_inbox.py, FIELDS of tests/fuzz/mutations.py, SPOILT
-//   and the table of versions of tests/transport/test_ring.py. These fail where one of the above was forgotten.
+//   and the test of versions in tests/transport/test_ring.py.
 struct FrameHeader {
     std::uint32_t magic = kFrameMagic;
     FrameKind kind = FrameKind::kVoid;

@@ -8,7 +8,8 @@ from random import Random
 
 INTERESTING = (0, 1, 2, 3, 7, 8, 9, 15, 16, 63, 64, 127, 128, 255, 256, 4095, 4096, 4097, 8191, 8192, 1 << 16, 1 << 20)
 EXTREMES = tuple(edge + by for edge in (1 << 31, 1 << 32, 1 << 40, 1 << 63, (1 << 64) - 2) for by in (-1, 0, 1))
-FIELDS = ((0, 4), (4, 1), (5, 1), (6, 1), (7, 1), (8, 8), (16, 8), (24, 4), (28, 4), (32, 8), (40, 8), (48, 8))
+_SMALL = ((0, 4), (4, 1), (5, 1), (6, 1), (7, 1), (24, 4), (28, 4))
+FIELDS = (*_SMALL, *((offset, 8) for offset in (8, 16, 32, 40, 48, 120)))
 """Offset and size of each field of a frame's header, but for its shape: eight numbers of 8 bytes from byte 56 on."""
 _SHAPE = tuple((56 + 8 * dimension, 8) for dimension in range(8))
 

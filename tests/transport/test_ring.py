@@ -216,13 +216,13 @@ def test_a_ring_cannot_be_executed_where_the_kernel_lets_it_be_said() -> None:
     Ring.attach(ring.fd)
 
 
-# Byte of the header, and what is written there: see FrameHeader in csrc/ring/frame.hpp.
 def test_another_header_has_versions_of_its_own() -> None:
     with memory_of(Ring.create(2, SLOT)) as memory:
         of_rings = int.from_bytes(memory[8:12], "little")
     assert (HEADER.format, of_rings, handshake.VERSION) == ("<IBBBBQqIIQQQ8QQ", 3, 4), "raise both versions with it"
 
 
+# Byte of the header, and what is written there: see FrameHeader in csrc/ring/frame.hpp.
 SPOILT = {
     "magic": (0, b"XXXX"),
     "kind": (4, b"\x09"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detect changes in a job: from each iteration's measurements, tell what is slow, and what is usual.
 
-`LinkTracker` declares a link slow, `StageTracker` a stage. The rule is that of `Series` (series.py), the thresholds are
-LINK_CHANGES and STAGE_CHANGES (observations.py), which no flag sets. `finding_text` (telemetry/log_lines.py) words the
-finding for the log.
+`LinkTracker` declares a link slow, `StageTracker` a stage, `declare_slower_than_peers` either if it was so from the
+start. The rule is that of `Series` (series.py), the thresholds are LINK_CHANGES and STAGE_CHANGES (observations.py),
+which no flag sets. `finding_text` (telemetry/log_lines.py) words the finding for the log.
 """
 
 from __future__ import annotations

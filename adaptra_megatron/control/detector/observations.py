@@ -53,7 +53,7 @@ LINK_CHANGES = ChangeSettings(
     relative_shift=0.25, min_shift_s=0.5e-3, single_iteration=True, replica_factor=2.0, peer_factor=4.0
 )
 """A message takes 25% and 0.5 ms longer, a tenth of an action and 4 standard deviations: in nearly all messages of an
-iteration, or in iterations in a row (DetectorSettings)."""
+iteration, or in iterations in a row (DetectorSettings). From the start: by these factors longer than elsewhere."""
 STAGE_CHANGES = ChangeSettings(
     relative_shift=0.1, min_shift_s=0.1e-3, single_iteration=False, replica_factor=1.3, peer_factor=2.0
 )
