@@ -38,7 +38,11 @@ class OnlineOrder:
     """State of one stage's online order in one iteration."""
 
     def __init__(self, program: Program, cap: float | None, released_at_backward_input: float) -> None:
-        """`program`: the stage's part of a plan that keeps `cap` (maximum activations held; None: no cap)."""
+        """`program`: the stage's part of a plan that keeps `cap` (maximum activations held; None: no cap).
+
+        The plan combines no actions: another backward might come next to a forward, even its own.
+        """
+        assert not any(step.action.combined for step in program.steps)
         self._program = program
         self._cap = cap
         self._released = released_at_backward_input

@@ -40,7 +40,9 @@ def planned_schedules(draw: st.DrawFn) -> Schedule:
     return plan(costs, deadline_s=0.01).schedule
 
 
-schedules = st.one_of(named_schedules(least_stages=2), random_schedules(), planned_schedules())
+separate = named_schedules(least_stages=2).filter(lambda schedule: not schedule.combines)
+"""Plans with combined actions run in their order (`IterationWork.planned`)."""
+schedules = st.one_of(separate, random_schedules(), planned_schedules())
 
 
 @st.composite
