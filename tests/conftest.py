@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import providers
 from support.processes import RankResult, run_ranks
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS
@@ -17,12 +18,16 @@ from testing.jobs.fork_server import ForkServer
 # Test machines are shared: a slow example says nothing about the code, so time limits are pytest-timeout's alone.
 # "fixed": the same examples in every run, so that none fails by chance, and no shrinking, which takes minutes. "random"
 # (`make properties`) searches and shrinks.
+EXAMPLES = os.environ.get("ADAPTRA_TEST_EXAMPLES", "fixed")
 _ANYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile(
     "fixed", derandomize=True, database=None, phases=(Phase.explicit, Phase.generate), max_examples=50, **_ANYWHERE
 )
 settings.register_profile("random", print_blob=True, **_ANYWHERE)
-settings.load_profile(os.environ.get("ADAPTRA_TEST_EXAMPLES", "fixed"))
+settings.load_profile(EXAMPLES)
+if EXAMPLES == "fixed":
+    # Hypothesis also draws constants of our modules, of those imported by then: each edit would change the examples.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure() -> None:
