@@ -224,7 +224,7 @@ class RetransmitQueue:
         if path is Path.HOST:
             self._append(message, self._stage(message.computed))
         else:
-            del self._unwritten[message]
+            self._unwritten.pop(message, None)  # it is not there if the device failed as it was staged
 
     def messages(self, path: Path) -> list[Outgoing]:
         """Return the undelivered messages that `path` carries, in the order of posting."""

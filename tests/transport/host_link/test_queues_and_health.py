@@ -24,7 +24,7 @@ from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.gpu.host_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.host_link.frames import check_can_travel, describe, key_of
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, LinkHealth
-from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue
+from adaptra_megatron.transport.host_link.message_queues import MessageArrival, ReceiveQueue, RetransmitQueue
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.link_paths import Path
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
@@ -279,6 +279,19 @@ def test_the_host_path_does_not_write_messages_that_it_has_not_begun_and_the_dev
     assert queue.messages(Path.DEVICE) == ([left] if how == "carried" else [])
     queue.carry(left, Path.HOST)
     assert queue.next_to_write() is (left if how == "carried" else None)
+
+
+def test_the_device_path_may_carry_a_message_that_could_not_be_staged_for_the_host_path() -> None:
+    def failing(_computed: Computed) -> HostPayload:
+        raise TransportError("the device failed")
+
+    queue = RetransmitQueue(1, 1 << 20, failing, lambda number, packet: None)
+    message = queue.post(key(0), 0, computed(torch.zeros(2)), 0.0, Path.DEVICE)
+    with pytest.raises(TransportError, match="the device failed"):
+        queue.carry(message, Path.HOST)
+    queue.carry(message, Path.DEVICE)
+    assert queue.messages(Path.DEVICE) == [message]
+    assert queue.next_to_write() is None
 
 
 def test_a_key_that_comes_twice_is_kept_once() -> None:
