@@ -127,7 +127,8 @@ class Input(NamedTuple):
     number: int
     """Within its replica's iteration."""
     routed: bool = False
-    """Whether other replicas' micro-batches may run here, too. Gradients then come in any order: none is the first."""
+    """Whether micro-batches of other replicas may run here. Gradients are then added in any order: no micro-batch is
+    taken for the first."""
 
 
 def stock_inputs(call: PipelineCall) -> Callable[[int, int], Input]:
