@@ -8,12 +8,13 @@ namespace adaptra {
 
 // Finds the order of all actions by which stages post receives (see launch_order.py), and what orders take then.
 //
-// Actions are ordered by their expected ends (combined ones by when their messages leave). Then every receive is posted before the action during which its message is
-// made, if not earlier, so no transfer waits for its receive, and with separate queues the device replay is the ordinary
-// one. In a shared queue a receive holds up the action behind it until the link's previous message has arrived. So there
-// an action that makes a message comes later, behind the one that its receiver runs meanwhile, if posting the receive
-// before that would hold it up for longer than posting it afterwards delays the transfer. Ends are expected as if nothing
-// were held up at first, then as replayed with the order so found, while that helps.
+// Actions are ordered by their expected ends (combined ones by when their messages leave). Then every receive is posted
+// before the action during which its message is made, if not earlier, so no transfer waits for its receive, and with
+// separate queues the device replay is the ordinary one, unless messages of combined actions leave before their ends.
+// In a shared queue a receive holds up the action behind it until the link's previous message has arrived. So there an
+// action that makes a message comes later, behind the one that its receiver runs meanwhile, if posting the receive
+// before that would hold it up for longer than posting it afterwards delays the transfer. Ends are expected as if
+// nothing were held up at first, then as replayed with the order so found, while that helps.
 class Launch {
 public:
     explicit Launch(const Problem& problem);

@@ -72,8 +72,11 @@ struct Problem {
         return std::any_of(links.begin(), links.end(), [](const Link& link) { return link.rendezvous; });
     }
 
-    // Returns whether anything can stand in front of computation.
-    bool queue_matters() const { return shared_queue && has_rendezvous(); }
+    // Returns whether orders must be replayed as launched: whether anything can stand in front of computation, or a
+    // transfer can wait for its receive, which is posted behind a combined action during which the message is made.
+    bool queue_matters() const {
+        return has_rendezvous() && (shared_queue || (!combined_saving.empty() && combined_sends_at < 1.0));
+    }
 
     int virtual_stages() const { return stages * chunks; }
     int virtual_stage(int stage, int chunk) const { return virtual_at[stage * chunks + chunk]; }

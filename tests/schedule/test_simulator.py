@@ -15,7 +15,7 @@ from reference_simulator import OnlineReference, random_costs, reference_replay
 from support.schedules import with_pairs, with_pairs_that_run
 
 from adaptra_megatron.schedule.classic import gpipe, interleaved, interleaved_combined, one_f_one_b
-from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
 from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import Simulation, SimulationError, peak_in_flight, simulate, simulate_online
@@ -99,6 +99,22 @@ def test_combined_actions_agree_with_hosts_and_devices(data: st.DataObject, cost
     for mine, others in ((found.start_s, starts), (found.end_s, ends)):
         for row, other in zip(mine, others, strict=True):
             assert row == pytest.approx(other, abs=1e-9)
+
+
+@pytest.mark.parametrize(("stages", "link_s"), [(2, 1.0), (3, 2.0)])
+def test_receives_behind_a_combined_action_start_late(stages: int, link_s: float) -> None:
+    """Messages leave early in combined actions: a receive posted behind one starts after its message was made."""
+    schedule = interleaved_combined(stages, 2 * stages, 2)
+    pairs = [(stage, (stage + step) % stages) for stage in range(stages) for step in (1, -1)]
+    costs = dataclasses.replace(
+        uniform_costs_for(schedule),
+        links=dict.fromkeys(pairs, LinkCost(occupancy_s=link_s, rendezvous=True)),
+        combined_saving=(((0.0,) * 2,) * 2,) * stages,
+        combined_sends_at=0.25,
+    )
+    starts, ends = DeviceReference(schedule, costs, launch_ranks(schedule, costs)).run()
+    found = simulate(schedule, costs)
+    assert (found.start_s, found.end_s) == (tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
 def _shuffled(costs: Costs, rng: random.Random) -> Costs:
