@@ -18,7 +18,6 @@ REFUSED = {
     ("--cuda-graph-impl", "local"): "CUDA graphs of layers that Megatron makes itself (--cuda-graph-impl local)",
     ("--enable-cuda-graph",): "CUDA graphs of layers that Megatron makes itself (--cuda-graph-impl local)",
     ("--hybrid-context-parallel",): "hybrid context parallelism (--hybrid-context-parallel)",
-    ("--fine-grained-activation-offloading",): "fine-grained activation offloading",
     ("--use-megatron-fsdp",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
     ("--use-torch-fsdp2",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
     ("--inprocess-restart",): "in-process restarts (--inprocess-restart)",
@@ -38,6 +37,7 @@ ACCEPTED = [
     ("--recompute-granularity", "selective"),
     ("--mtp-num-layers", "1"),
     ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
+    ("--fine-grained-activation-offloading",),
 ]
 
 

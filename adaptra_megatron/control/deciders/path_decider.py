@@ -94,7 +94,6 @@ def message_cost_s(estimate: LinkEstimate, path: Path, setting: Setting) -> floa
     if estimate.state is State.DEAD:
         return _NEVER
     busy_s, queued_s = estimate.occupancy_s(estimate.nbytes), 0.0
-    # Until the pipeline is full, each action sends a message, which waits for the one before.
     if setting.rendezvous:  # before the pipeline is full, a message is sent with each action: it waits for the last one
         busy_s = max(busy_s, estimate.transfer_s) if path is Path.DEVICE else busy_s
         queued_s = max(0.0, busy_s - setting.action_s)
@@ -108,9 +107,8 @@ def choose(link: LinkName, before: Path, estimates: Mapping[Path, LinkEstimate],
     """Return the change of path that `link` needs, now on path `before`; None if it stays."""
     costs_s = {path: message_cost_s(estimate, path, setting) for path, estimate in estimates.items()}
     preferred, other = setting.preferred, setting.preferred.other
-    # Only using the path can tell.
     if preferred not in costs_s:
-        return None  # nothing is known of it, and that can be learnt by taking it only
+        return None  # nothing is known of it, and only taking it can tell
     why: Reason
     dead = estimates[preferred].state is State.DEAD
     if other not in costs_s or costs_s[other] == _NEVER:
