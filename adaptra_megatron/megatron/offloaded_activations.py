@@ -12,6 +12,8 @@ reloads what the next one needs, and asserts that it is that handler's. So:
 - This holds for routed iterations, too: they need the memory.
 - Evaluations save nothing for backwards. Stock has them take handlers, and offloads nothing in the next iteration; here
   they get a manager without handlers.
+- From 0.19 on, with chunks of one layer, stock's manager fails in its second iteration ("Chunk mismatch"), with and
+  without adaptra: it takes a handler that keeps all its tensors on the GPU for one that has ended.
 - Stock has all ranks of the job meet after a record, to print a table. Replicas may switch plans apart from each other,
   so that is left out.
 """
