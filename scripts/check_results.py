@@ -28,7 +28,10 @@ def _in(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{folder}/{name}" for name in names)
 
 
-_SEARCH = ("search.cpp", "local_search.cpp", "timing.cpp", "dispatch.cpp", "bounds.cpp", "split_choice.cpp")
+_SEARCH = (
+    *("search.cpp", "local_search.cpp", "timing.cpp", "dispatch.cpp", "split_choice.cpp"),
+    *("bounds.cpp", "waves.cpp"),
+)
 _PLANS = (f"{_PACKAGE}/schedule/planner.py", *_in("csrc/schedule", *_SEARCH))
 _ROUTED_PLANS = (
     *(

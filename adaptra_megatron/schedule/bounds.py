@@ -10,11 +10,12 @@ sends and releases later, so bounds of split schedules hold for all schedules. B
 - tails, by the same induction backwards in time: the least time from the start of the m-th from last to the end.
 - A cap makes the m-th F wait until enough B and W of its stage have ended to leave room for it, each of which has a
   round trip of its own. So there is one round trip for every cap of micro-batches, also at the beginning and end of the
-  iteration.
+  iteration. With several chunks, micro-batches pass in waves: as many at a time as fit with all that each holds.
 - A stage does one action at a time and a link carries one message at a time. Jackson's preemptive schedule of all of
   them with their heads and tails (Carlier, "The one-machine sequencing problem", 1982) bounds every real one.
 
-The largest value over all stages and links is the bound. The inductions are spelled out in csrc/schedule/bounds.cpp.
+The largest value over all stages and links is the bound. The inductions are spelled out in csrc/schedule/bounds.cpp,
+the waves in waves.cpp.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from random import Random
 
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native
+from adaptra_megatron.schedule.bounds import lower_bound as bound_of
 from adaptra_megatron.schedule.costs import CostError, Costs, PerChunk
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
@@ -84,7 +85,8 @@ def plan(
     While the plan is more than `ENOUGH` above its bound, the limit is `patience_s` if that is longer (None:
     `PATIENCE_S` without a deadline, else 0). Stages keep backwards whole if that is faster or holds less; with `split`
     False all do, for models whose backward cannot be split. Actions are combined where that is faster, if the costs
-    have a `combined_saving`. In a shared queue the plan is never slower than stock's
+    have a `combined_saving`: without a deadline, such a plan is never slower than one that combines nothing, which is
+    searched for as long where its bound does not rule it out. In a shared queue the plan is never slower than stock's
     order if that fits the caps; with a V placement, never slower than any order of `v_shaped` that does.
 
     Raises PlanError if no schedule fits the caps.
@@ -129,6 +131,13 @@ def plan(
         makespan_s = simulate(schedule, costs).makespan_s
         starts.append((makespan_s, orders))
         best = _faster(best, schedule, makespan_s)
+    if costs.can_combine and deadline_s is None:
+        alone = dataclasses.replace(costs, combined_saving=())
+        if bound_of(alone).seconds < best.makespan_s * (1.0 - _NO_GAP):
+            schedule = plan(alone, patience_s=patience_s, split=split).schedule
+            makespan_s = simulate(schedule, costs).makespan_s
+            starts.append((makespan_s, encode_schedule(schedule)))
+            best = _faster(best, schedule, makespan_s)
     if left >= short_search and best.gap > enough:
         tell("planning", 1 + searches, 2 + searches)
         starts = sorted(starts, key=operator.itemgetter(0))[:_STARTS]

@@ -13,6 +13,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "waves.hpp"
+
 namespace adaptra {
 namespace {
 
@@ -116,6 +118,7 @@ private:
     std::vector<double> activation_left_, gradient_left_;  // [virtual stage]: least time from its transfer's start
     std::vector<double> input_work_, forward_work_;        // [virtual stage]: machine bounds, see heads and tails
     std::vector<StageMemory> memory_;                            // [stage]
+    std::vector<Waves> waves_;                             // [stage]; empty: without caps, or of one chunk
     std::vector<double> input_tail_, forward_tail_;        // [virtual stage]: work of the latest indices, see tails
     std::vector<double> stage_work_;                       // [stage]: of all micro-batches
     // Sums over chunks of a stage, from the virtual stage's chunk up or down, by `entry`.
@@ -140,6 +143,9 @@ Bounds::Bounds(const Problem& problem, bool with_caps, std::vector<double> input
     }
     stage_work_.assign(problem.stages, 0.0);
     memory_.resize(problem.stages);
+    for (int stage = 0; with_caps && problem.chunks > 1 && stage < problem.stages; ++stage) {
+        waves_.push_back(waves_of(problem, stage, input_elapsed_.empty() ? problem.backward_input : input_elapsed_));
+    }
     for (int v = 0; v < virtual_stages_; ++v) {
         for (int m = 0; m < problem.width; ++m) add_up(v, m);
     }
@@ -185,6 +191,11 @@ void Bounds::heads(int index) {
             const Link& link = forward_link(v - 1);
             activation_sent_[v] = std::max(activation_sent_[v], forward_end_[slot(v - 1, index)]) + link.occupancy;
             start = std::max(start, activation_sent_[v] + link.latency);
+        }
+        const int stage = problem_.stage_of(v), first = problem_.virtual_stage(stage, 0);
+        if (!waves_.empty() && problem_.chunk_of(v) + 1 == problem_.chunks) {
+            const double first_start = forward_end_[slot(first, 0)] - forward_seconds(first, 0);
+            start = std::max(start, first_start + waves_[stage].delay(index));
         }
         forward_end_[slot(v, index)] = start + forward_seconds(v, index);
     }

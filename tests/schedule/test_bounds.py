@@ -139,6 +139,67 @@ def test_no_plan_of_three_chunks_beats_the_memory_bound() -> None:
     assert bound.seconds <= plan(costs).makespan_s <= 5.0 + 1e-9
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    stages=st.integers(1, 4),
+    chunks=st.integers(2, 4),
+    micro_batches=st.integers(1, 24),
+    times_ms=st.tuples(*[st.sampled_from([0, 5, 10, 30])] * 3),
+    latencies_ms=st.tuples(*[st.sampled_from([0, 0, 50, 100]) | st.integers(0, 300)] * 2),
+    room=st.integers(0, 12),
+    released=st.sampled_from([-0.5, 0.0, 0.3, 0.5, 1.0]),
+    saving=st.sampled_from([0.0, 0.2, 0.4]),
+)
+def test_no_plan_under_a_tight_cap_beats_the_bound_over_slow_links(
+    stages: int,
+    chunks: int,
+    micro_batches: int,
+    times_ms: tuple[int, int, int],
+    latencies_ms: tuple[int, int],
+    room: int,
+    released: float,
+    saving: float,
+) -> None:
+    """Micro-batches come in waves, since chunks hold some of each until it is back from the slow links."""
+    forward_s, backward_input_s, backward_weight_s = (milliseconds / 1000 / chunks for milliseconds in times_ms)
+    ends = (stages // 2 - 1, stages // 2)
+    slow = (LinkCost(latency_ms / 1000) for latency_ms in latencies_ms)
+    costs = uniform_costs(
+        stages,
+        micro_batches,
+        chunks=chunks,
+        forward_s=forward_s,
+        backward_input_s=backward_input_s,
+        backward_weight_s=backward_weight_s,
+        links=dict(zip((ends, ends[::-1]), slow, strict=True)) if stages > 1 else {},
+        max_in_flight=chunks + 1.5 + room / 2,
+        released_at_backward_input=released,
+        combined_saving=saving,
+    )
+    bound_s = lower_bound(costs).seconds
+    assert bound_s <= simulate_online(costs).makespan_s
+    assert bound_s <= plan(costs, deadline_s=0.001).makespan_s
+
+
+def test_waves_of_micro_batches_wait_for_those_that_hold_all_chunks() -> None:
+    """A cap of 20 lets 5 micro-batches hold 4 chunks, between their first F and the first of their B: in four waves."""
+    slow = LinkCost(0.06)
+    costs = uniform_costs(
+        4,
+        16,
+        chunks=4,
+        forward_s=0.005,
+        backward_input_s=0.005,
+        backward_weight_s=0.00375,
+        links={(1, 2): slow, (2, 1): slow},
+        max_in_flight=20,
+    )
+    bound = lower_bound(costs)
+    wave_s = 3 * (4 * 0.005 + 0.06) + 2 * (4 * 0.005 + 0.06) + 0.00375
+    assert bound.kind == "memory"
+    assert 4 * wave_s <= bound.seconds * (1 + 1e-6) <= plan(costs).makespan_s <= 1.05 * bound.seconds
+
+
 def test_one_micro_batch_takes_exactly_the_bound() -> None:
     """There is only one schedule worth running, so the bound must be it."""
     costs = uniform_costs(
