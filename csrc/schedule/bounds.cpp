@@ -489,9 +489,10 @@ std::vector<double> input_elapsed(const Problem& given, const Problem& eased) {
     return elapsed;
 }
 
-// What is not combined, of a stage: before its first gradient can be there, only F that are not run, of which x take at
-// most the x longest. Then as many B are not combined either, and with the others as much is saved as can be. The
-// stage idles until the gradient, or saves less. `problem`: eased but for combining; micro-batches cost the same.
+// What is not combined, of a stage: before its first gradient can be there, only F that are not run, no more than its
+// cap, of which x take at most the x longest. Then as many B are not combined either, and with the others as much is
+// saved as can be. The stage idles until the gradient, or saves less. `problem`: eased but for combining; micro-batches
+// cost the same.
 Bound alone_bound(const Problem& problem) {
     Bound best{0.0, "stage", 0};
     const int last = problem.virtual_stages() - 1, count = problem.micro_batches;
@@ -535,14 +536,18 @@ Bound alone_bound(const Problem& problem) {
             savings.insert(savings.end(), count, saving);
         }
         for (auto* list : {&forwards, &savings}) std::sort(list->rbegin(), list->rend());
-        double longest = 0.0, saved = std::accumulate(savings.begin(), savings.end(), 0.0), found = kNever;
+        const double cap = problem.cap[stage] + kCapTolerance;
+        double longest = 0.0, saved = std::accumulate(savings.begin(), savings.end(), 0.0);
+        Bound found{kNever, "stage", stage};
         for (std::size_t alone = 0; alone <= forwards.size(); ++alone) {
-            found = std::min(found, std::max(head, first_gradient - longest) + work - saved);
+            const double seconds = std::max(head, first_gradient - longest) + work - saved;
+            const bool fits = static_cast<double>(alone + 1) <= cap;
+            if (seconds < found.seconds) found = {seconds, fits ? "stage" : "memory", stage};
             if (alone == forwards.size()) break;
-            longest += forwards[alone];
+            if (fits) longest += forwards[alone];
             saved -= savings[savings.size() - 1 - alone];
         }
-        if (found > best.seconds) best = {found, "stage", stage};
+        if (found.seconds > best.seconds) best = found;
     }
     return best;
 }

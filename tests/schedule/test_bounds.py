@@ -200,6 +200,25 @@ def test_waves_of_micro_batches_wait_for_those_that_hold_all_chunks() -> None:
     assert 4 * wave_s <= bound.seconds * (1 + 1e-6) <= plan(costs).makespan_s <= 1.05 * bound.seconds
 
 
+def test_only_a_cap_of_forwards_fills_the_wait_for_the_first_gradient_and_none_of_them_is_combined() -> None:
+    slow = LinkCost(0.1)
+    costs = uniform_costs(
+        2,
+        20,
+        forward_s=0.01,
+        backward_input_s=0.01,
+        backward_weight_s=0.01,
+        links={(0, 1): slow, (1, 0): slow},
+        max_in_flight=15,
+        combined_saving=0.2,
+    )
+    bound = lower_bound(costs)
+    # The first stage waits for 2 F, 1 B and 2 messages less 15 F; of 20 pairs, 5 save 6 ms each.
+    assert bound.seconds == pytest.approx(0.23 - 0.15 + 20 * 0.03 - 5 * 0.006)
+    assert (bound.kind, bound.where) == ("memory", "stage 0")
+    assert bound.seconds <= plan(costs).makespan_s
+
+
 def test_one_micro_batch_takes_exactly_the_bound() -> None:
     """There is only one schedule worth running, so the bound must be it."""
     costs = uniform_costs(
