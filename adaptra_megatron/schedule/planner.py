@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native
-from adaptra_megatron.schedule.bounds import lower_bound as bound_of
+from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native, lower_bound
 from adaptra_megatron.schedule.costs import CostError, Costs, PerChunk
 from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
@@ -108,11 +107,10 @@ def plan(
     problem = problem_from_costs(costs)
     found = _native.plan(problem, split, first_search, codes)
     assert math.isfinite(found["makespan_s"])
-    lower_bound = bound_from_native((found["bound_s"], found["bound_kind"], found["bound_place"]), costs)
     best = Plan(
         schedule=decode_orders(found["orders"], costs),
         makespan_s=found["makespan_s"],
-        lower_bound=lower_bound,
+        lower_bound=bound_from_native((found["bound_s"], found["bound_kind"], found["bound_place"]), costs),
         peak_in_flight=(),
     )
     goes_on = best.gap > ENOUGH and patience > budget
@@ -133,7 +131,7 @@ def plan(
         best = _faster(best, schedule, makespan_s)
     if costs.can_combine and deadline_s is None:
         alone = dataclasses.replace(costs, combined_saving=())
-        if bound_of(alone).seconds < best.makespan_s * (1.0 - _NO_GAP):
+        if lower_bound(alone).seconds < best.makespan_s * (1.0 - _NO_GAP):
             schedule = plan(alone, patience_s=patience_s, split=split).schedule
             makespan_s = simulate(schedule, costs).makespan_s
             starts.append((makespan_s, encode_schedule(schedule)))

@@ -97,9 +97,7 @@ private:
     int messages_on(int link) const;
     double forward_seconds(int v, int m) const { return problem_.seconds(kForward, problem_.row(v), m); }
     double input_seconds(int v, int m) const { return problem_.seconds(kBackwardInput, problem_.row(v), m); }
-    double input_elapsed(int v, int m) const {
-        return input_elapsed_.empty() ? input_seconds(v, m) : input_elapsed_[entry(problem_.row(v), m)];
-    }
+    double input_elapsed(int v, int m) const { return input_elapsed_[entry(problem_.row(v), m)]; }
     double weight_seconds(int v, int m) const { return problem_.seconds(kBackwardWeight, problem_.row(v), m); }
     // Entry of a table below for a stage or virtual stage, and a micro-batch.
     std::size_t entry(int place, int m) const {
@@ -117,7 +115,7 @@ private:
     std::vector<double> activation_sent_, gradient_sent_;  // [virtual stage]: earliest end of its latest occupancy
     std::vector<double> activation_left_, gradient_left_;  // [virtual stage]: least time from its transfer's start
     std::vector<double> input_work_, forward_work_;        // [virtual stage]: machine bounds, see heads and tails
-    std::vector<StageMemory> memory_;                            // [stage]
+    std::vector<StageMemory> memory_;                      // [stage]
     std::vector<Waves> waves_;                             // [stage]; empty: without caps, or of one chunk
     std::vector<double> input_tail_, forward_tail_;        // [virtual stage]: work of the latest indices, see tails
     std::vector<double> stage_work_;                       // [stage]: of all micro-batches
@@ -126,8 +124,9 @@ private:
 };
 
 Bounds::Bounds(const Problem& problem, bool with_caps, std::vector<double> input_elapsed)
-    : problem_(problem), with_caps_(with_caps), input_elapsed_(std::move(input_elapsed)), count_(problem.micro_batches),
-      virtual_stages_(problem.virtual_stages()) {
+    : problem_(problem), with_caps_(with_caps),
+      input_elapsed_(input_elapsed.empty() ? problem.backward_input : std::move(input_elapsed)),
+      count_(problem.micro_batches), virtual_stages_(problem.virtual_stages()) {
     for (auto* table : {&forward_end_, &input_end_, &weight_end_, &forward_left_, &input_left_, &weight_left_}) {
         table->assign(problem.slots(), 0.0);
     }
@@ -144,7 +143,7 @@ Bounds::Bounds(const Problem& problem, bool with_caps, std::vector<double> input
     stage_work_.assign(problem.stages, 0.0);
     memory_.resize(problem.stages);
     for (int stage = 0; with_caps && problem.chunks > 1 && stage < problem.stages; ++stage) {
-        waves_.push_back(waves_of(problem, stage, input_elapsed_.empty() ? problem.backward_input : input_elapsed_));
+        waves_.push_back(waves_of(problem, stage, input_elapsed_));
     }
     for (int v = 0; v < virtual_stages_; ++v) {
         for (int m = 0; m < problem.width; ++m) add_up(v, m);
@@ -192,8 +191,8 @@ void Bounds::heads(int index) {
             activation_sent_[v] = std::max(activation_sent_[v], forward_end_[slot(v - 1, index)]) + link.occupancy;
             start = std::max(start, activation_sent_[v] + link.latency);
         }
-        const int stage = problem_.stage_of(v), first = problem_.virtual_stage(stage, 0);
         if (!waves_.empty() && problem_.chunk_of(v) + 1 == problem_.chunks) {
+            const int stage = problem_.stage_of(v), first = problem_.virtual_stage(stage, 0);
             const double first_start = forward_end_[slot(first, 0)] - forward_seconds(first, 0);
             start = std::max(start, first_start + waves_[stage].delay(index));
         }

@@ -74,7 +74,7 @@ struct Problem {
 
     // Returns whether orders must be replayed as launched: whether anything can stand in front of computation, or a
     // transfer can wait for its receive, which is posted behind a combined action during which the message is made.
-    bool queue_matters() const {
+    bool launch_matters() const {
         return has_rendezvous() && (shared_queue || (!combined_saving.empty() && combined_sends_at < 1.0));
     }
 

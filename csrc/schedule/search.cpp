@@ -98,12 +98,12 @@ public:
     Search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal, bool regroups)
         : problem_(problem), split_(split), known_(known), bound_(goal.bound),
           combines_(!problem.combined_saving.empty()), enough_(enough(goal)), budget_(goal.budget),
-          shares_queue_(problem.queue_matters()), regroups_(regroups),
+          regroups_(regroups),
           dispatcher_(problem), replay_(problem), group_(largest_group(problem, split)),
           actions_(actions_of(problem, split)),
           memory_steps_(static_cast<int>(
               std::min<std::int64_t>(kMemorySteps, kMemoryShare * goal.budget / (kDispatchWeight * actions_)))) {
-        if (shares_queue_) launch_.emplace(problem);
+        if (problem.launch_matters()) launch_.emplace(problem);
     }
 
     SearchResult run();
@@ -136,10 +136,10 @@ private:
     const bool combines_;
     const double enough_;
     const std::int64_t budget_;
-    const bool shares_queue_, regroups_;
+    const bool regroups_;
     Dispatcher dispatcher_;
     Replay replay_;
-    std::optional<Launch> launch_;  // where there is a shared queue
+    std::optional<Launch> launch_;  // where orders must be replayed as launched
     int group_;  // of policies, in micro-batches
     const std::int64_t actions_;
     const int memory_steps_;  // what is kept of the budget for them
@@ -169,7 +169,7 @@ Policy Search::policy_with(const std::vector<double>& cap) const {
     policy.cap = cap;
     policy.group = group_;
     policy.released = problem_.released;
-    policy.paced = shares_queue_;
+    policy.paced = launch_.has_value();
     policy.combine = policy.foresees = combines_;
     return policy;
 }
@@ -213,7 +213,7 @@ void Search::seed() {
     attempt(urgent_policy_with(tight, bound_, kHorizon));
     attempt(urgent_policy_with(loose, 0.0, 0));
     attempt(urgent_policy_with(full, 1.01 * bound_, kHorizon));
-    if (shares_queue_) attempt(urgent_policy_with(tapered({0.6, 1.0}), 0.0, kHorizon));
+    if (launch_) attempt(urgent_policy_with(tapered({0.6, 1.0}), 0.0, kHorizon));
     const bool capped = std::any_of(full.begin(), full.end(), [](double cap) { return cap < kNever; });
     const auto releases = [](double released) { return released > 0.0; };
     const bool any_split = *std::max_element(split_.begin(), split_.end());
@@ -298,14 +298,14 @@ void Search::consider(const Orders& orders, double makespan) {
 }
 
 double Search::makespan_of(const Orders& orders) {
-    if (!shares_queue_) return replay_.run(orders);
+    if (!launch_) return replay_.run(orders);
     best_.simulated_actions += kLaunchWeight * actions_;
     return launch_->run(orders);
 }
 
 // A round from each of the best seeds, then more rounds from the best schedule.
 void Search::improve() {
-    if (shares_queue_) return;  // critical paths do not show which moves help there
+    if (launch_) return;  // critical paths do not show which moves help there
     std::vector<LocalSearch> searches;
     for (const Seed& seed : seeds_) {
         if (good_enough() || spent()) return;

@@ -100,7 +100,7 @@ Run replay(const Problem& problem, const EncodedOrders& encoded) {
         return found;
     };
     if (encoded.range.least < 0) return run(BlockingReplay(problem));
-    return problem.queue_matters() ? run(Launch(problem)) : run(Replay(problem));
+    return problem.launch_matters() ? run(Launch(problem)) : run(Replay(problem));
 }
 
 Ranks launch_ranks(const Problem& problem, const Orders& orders) {

@@ -74,7 +74,7 @@ bool whole_may_help(const Problem& problem) {
         if (problem.backward[row] < problem.backward_input[row] + problem.backward_weight[row]) return true;
     }
     const auto adds = [](double released) { return released < 0.0; };
-    return problem.queue_matters() || std::any_of(problem.released.begin(), problem.released.end(), adds);
+    return problem.launch_matters() || std::any_of(problem.released.begin(), problem.released.end(), adds);
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ public:
 
 private:
     // Moments `period` apart: each micro-batch holds at least `held` at them together, if it starts no less than
-    // short[i] seconds before the last of n moments, i being n or the last index.
+    // shortfall[i] seconds before the last of n moments, i being n or the last index.
     struct Comb {
         double period = 0.0, held = 0.0;
         std::vector<double> shortfall;
