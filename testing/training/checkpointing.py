@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from testing.megatron.checkpoint_writers import slowed
 
 LATEST = "latest_checkpointed_iteration.txt"
+_LASTS_S = 3600.0
+"""Longer than any training of a test."""
 
 
 class CheckpointError(RuntimeError):
@@ -97,7 +99,8 @@ def save_checkpoint(
         dies("scheduling")
         request.add_finalize_fn(lambda: dies("finalizing"))
         request.add_finalize_fn(name_it)
-        queue.schedule_async_request(slowed(request, args.emulate_write_ms / 1e3))
+        late_s = _LASTS_S if iteration == args.emulate_lasting_write else args.emulate_write_ms / 1e3
+        queue.schedule_async_request(slowed(request, late_s))
     dist.barrier()
 
 

@@ -227,6 +227,12 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         "--emulate-write-ms", type=float, default=0.0, help="by which writers of --async-save begin late"
     )
     group.add_argument(
+        "--emulate-lasting-write",
+        type=int,
+        metavar="ITERATION",
+        help="writers of the checkpoint of this iteration never begin: it is under way until it is given up",
+    )
+    group.add_argument(
         "--emulate-exact-sums",
         action="store_true",
         help="round each micro-batch's gradients so that their sums are the same to the bit in any order",

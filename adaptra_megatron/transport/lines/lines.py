@@ -329,9 +329,11 @@ class ControlConnections:
                 self._on_failure(line.peer, f"{self._name(line.peer)} is gone: its process has ended")
                 return
             except (OSError, asyncio.TimeoutError) as cause:
-                line.reachable = False
-                # Not a failure: the host may be cut off for a moment. The link's grace period decides.
-                line.end.on_disconnected(f"{cause}" or f"it did not answer within {_CONNECT_S:g} s")
+                # A reset is the answer of a host whose process is just ending: the next attempt is refused.
+                if not isinstance(cause, ConnectionResetError):
+                    line.reachable = False
+                    # Not a failure: the host may be cut off for a moment. The link's grace period decides.
+                    line.end.on_disconnected(f"{cause}" or f"it did not answer within {_CONNECT_S:g} s")
                 await asyncio.sleep(_AGAIN_S)
                 continue
             try:
@@ -347,8 +349,8 @@ class ControlConnections:
     async def _reach(self, place: ConnectionPlace) -> socket.socket:
         """Connect to a peer.
 
-        Raises ConnectionRefusedError if its process has ended, another OSError or TimeoutError if its host does not
-        answer.
+        Raises ConnectionRefusedError if its process has ended, ConnectionResetError if it is ending, another OSError or
+        TimeoutError if its host does not answer.
         """
         shared = len(place.address) == 1
         family = socket.AF_UNIX if shared else socket.AF_INET6 if ":" in str(place.address[0]) else socket.AF_INET

@@ -18,8 +18,8 @@ from testing.training.checkpointing import LATEST, unreadable
 INTERVAL = 3
 LAYOUT = Layout(3, 2, flags=OVERLAPPED, micro_batches=3)
 BACKGROUND = f"--async-save --save-interval {INTERVAL} --save"
-LASTING, SHORT = "--emulate-write-ms 12000", ""
-PERSISTENT = "--emulate-write-ms 6000 --use-persistent-ckpt-worker"
+LASTING, SHORT = f"--emulate-lasting-write {INTERVAL}", ""
+PERSISTENT = f"{LASTING} --use-persistent-ckpt-worker"
 GIVEN_UP = "it is given up, the one before it stays the newest"
 
 

@@ -119,6 +119,21 @@ def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
     assert end.failures == [(1, "rank 1 is gone, or cut off: its host does not answer")]
 
 
+def test_a_process_that_ends_while_it_is_connected_to_is_no_host_that_does_not_answer(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    causes: list[OSError] = [ConnectionRefusedError(), ConnectionResetError()]
+
+    async def reach(place: ConnectionPlace) -> socket.socket:
+        raise causes.pop()
+
+    end = chain[0][1][1]
+    monkeypatch.setattr(chain[0][0], "_reach", reach)
+    break_line(chain[0][0], 1)
+    until(lambda: bool(end.failures), "its end is not reported")
+    assert (end.failures, end.down) == ([(1, "rank 1 is gone: its process has ended")], "")
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("leaves", [0, 1])
 def test_a_process_that_closes_before_its_line_is_up_has_not_died(leaves: int, transport: str) -> None:
