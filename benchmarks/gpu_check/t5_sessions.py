@@ -189,7 +189,7 @@ def paths(stage: Stage, report: Report) -> None:
         _until(lambda: _path(transport) is Path.DEVICE, "the device path did not come back")
         stage.rendezvous.gather(f"up again {iteration}", None)
         if stage.stage == iteration % 2:
-            link._device.abort_all()
+            link._paths.abort_all()
         wrong += _exchange(transport, stage, iteration)
     _until(lambda: _path(transport) is Path.DEVICE, "the device path did not come back at last")
     if stage.stage == 0:

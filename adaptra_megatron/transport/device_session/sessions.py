@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device path of one link: creates and ends the numbered sessions of both directions.
+"""The two ends of a session of the device path: one sends over its group, the other receives.
 
-Only `confirmed` is called with the link's lock held. Only threads of this module wait for the peer.
+Only `confirmed` is called with the link's lock held. Only the receiving end's thread waits for the peer.
 
 Sends and receives start strictly in the order of their indices, from whatever thread, since NCCL matches them only by
 order. A message starts immediately, in the calling thread, so that later work of the training is behind it on the
@@ -10,27 +10,20 @@ device, too. Probes, and messages preceded by a header, wait for their turn, so 
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup
-from adaptra_megatron.transport.failover.path_receiver import DeviceReceive
-from adaptra_megatron.transport.failover.path_sender import DeviceSend
 from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread, OutOfMemory, out_of_memory
 from adaptra_megatron.transport.link_paths import PROBE_NBYTES
 from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
-
-logger = logger_of(__name__)
 
 END_S = 2.0
 
@@ -219,149 +212,3 @@ class ReceivingSession:
             body = self._launched(receive._replace(shape=shape))
             self._awaits_body = False
         return self._completed(body)
-
-
-MakeGroup = Callable[[bool, int, float], LinkGroup]
-"""(sends, session, timeout_s) -> this end of a device session. Raises RuntimeError."""
-
-
-@dataclass
-class DeviceWork:
-    """Actions for the device path, to be performed without the link's lock."""
-
-    sends: list[tuple[DeviceSend, bool]] = field(default_factory=list)
-    """Messages to send, each with whether a header precedes it."""
-    receives: list[DeviceReceive[TensorSpecification]] = field(default_factory=list)
-    begin: list[tuple[bool, int]] = field(default_factory=list)
-    """(this end sends, session) of sessions to make."""
-    end: list[tuple[bool, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.sends or self.receives or self.begin or self.end)
-
-
-class DeviceEvents(Protocol):
-    """Callbacks of the device path's threads to the link; they hold no lock."""
-
-    def device_made(self, as_sender: bool, session: int) -> None:
-        """Report that the session's group has been made at this end."""
-
-    def device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
-        """Report that the session's next message has arrived."""
-
-    def device_failed(self, as_sender: bool, session: int, cause: str) -> None:
-        """Report that a session failed, or could not be made."""
-
-
-_MOST_MAKERS = 8
-"""Maximum number of threads that create sessions at once: each waits for the job's store while that does not answer."""
-
-
-class DevicePath:
-    """Device path of one link: sessions of both directions, which are independent of each other."""
-
-    def __init__(self, make_group: MakeGroup, events: DeviceEvents, *, meeting_s: float, timeout_s: float) -> None:
-        """`meeting_s`: longest wait for the peer to join a new session. `timeout_s`: longest wait for a message."""
-        self._make_group, self._events = make_group, events
-        self._meeting_s, self._timeout_s = meeting_s, timeout_s
-        self._lock = threading.Lock()
-        self._sending: dict[int, SendingSession] = {}
-        self._receiving: dict[int, ReceivingSession] = {}
-        self._makers: list[threading.Thread] = []
-        self._closed = False
-
-    def begin(self, as_sender: bool, session: int) -> None:
-        """Create a session with the peer, in a thread of its own, since the peer may not come."""
-        maker = DeviceThread(self._make, "adaptra-meet", (as_sender, session))
-        with self._lock:
-            self._makers = [thread for thread in self._makers if thread.is_alive()]
-            # A thread that waits for the store cannot be interrupted, and back-off keeps starting new ones.
-            if meets := len(self._makers) < _MOST_MAKERS:
-                maker.start()
-                self._makers.append(maker)
-        if not meets:
-            cause = f"{_MOST_MAKERS} earlier attempts to meet do not end: the job's store does not answer"
-            self._events.device_failed(as_sender, session, cause)
-
-    def perform(self, work: DeviceWork) -> None:
-        """Post sends and receives of messages and probes, then create and end sessions."""
-        for send, header in work.sends:
-            with self._lock:
-                sending = self._sending.get(send.session)
-            if sending is None:
-                continue
-            try:
-                if send.message is None:
-                    sending.probe(send.index, send.probe_nbytes)
-                else:
-                    sending.send(send.index, send.message.computed, header=header)
-            except RuntimeError as cause:
-                self._events.device_failed(True, send.session, f"torch.distributed reported: {cause}")
-        for receive in work.receives:
-            with self._lock:
-                receiving = self._receiving.get(receive.session)
-            if receiving is not None:
-                receiving.receive(receive.index, receive.specification, receive.probe_nbytes)
-        for as_sender, session in work.begin:
-            self.begin(as_sender, session)
-        for as_sender, session in work.end:
-            self.end(as_sender, session)
-
-    def confirmed(self, session: int, received: int) -> None:
-        """Release the first `received` messages of a session, which the peer has."""
-        with self._lock:
-            sending = self._sending.get(session)
-        if sending is not None:
-            sending.confirmed(received)
-
-    def end(self, as_sender: bool, session: int) -> None:
-        """End a session."""
-        with self._lock:
-            ended = self._sending.pop(session, None) if as_sender else self._receiving.pop(session, None)
-        if ended is not None:
-            ended.end()
-
-    def close(self) -> None:
-        """End all sessions, after waiting for those that are being created."""
-        until_s = time.monotonic() + self._meeting_s + 1.0
-        for maker in self._makers:
-            maker.join(max(0.0, until_s - time.monotonic()))
-        with self._lock:
-            self._closed = True
-            sessions = self._all()
-            self._sending.clear()
-            self._receiving.clear()
-        for session in sessions:
-            session.end()
-
-    def abort_all(self) -> None:
-        """Abort every session at this end, as a failing network would."""
-        with self._lock:
-            sessions = self._all()
-        for session in sessions:
-            session.abort()
-
-    def _all(self) -> list[SendingSession | ReceivingSession]:
-        return [*self._sending.values(), *self._receiving.values()]
-
-    def _make(self, as_sender: bool, session: int) -> None:
-        try:
-            group = self._make_group(as_sender, session, self._meeting_s)
-        except RuntimeError as cause:
-            self._events.device_failed(as_sender, session, f"the two ends did not meet: {cause}")
-            return
-        with self._lock:
-            # `close` has not waited for this thread any longer: nothing else would end the group.
-            if self._closed:
-                group.abort()
-                return
-            if as_sender:
-                self._sending[session] = SendingSession(group)
-            else:
-                self._receiving[session] = ReceivingSession(
-                    group,
-                    self._timeout_s,
-                    functools.partial(self._events.device_arrived, session),
-                    functools.partial(self._events.device_failed, False, session),
-                )
-        self._events.device_made(as_sender, session)

@@ -30,7 +30,6 @@ import torch
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Event, Ring
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
-from adaptra_megatron.transport.device_session.sessions import DevicePath
 from adaptra_megatron.transport.dual_path.two_paths import PathSwitch, SecondPath
 from adaptra_megatron.transport.gpu.copies import Receipt
 from adaptra_megatron.transport.gpu.cuda_device import Computed, Device
@@ -113,9 +112,7 @@ class DualLink:
         writing = threads.writing if device is None else WritingThread(f"adaptra-host-send-{ends.peer}")
         self._writer = HostLinkWriter(writing, lock, state, self._retransmit_queue, due, settings.timeout_s)
         self._reader = HostLinkReader(threads.reading, lock, state, self._copies, self._writer, due, self, settings)
-        limits = {"meeting_s": second.settings.probe_limit_s, "timeout_s": settings.timeout_s}
-        self._device = DevicePath(second.make_group, self, **limits)
-        parts = self._retransmit_queue, self._writer, self._device
+        parts = self._retransmit_queue, self._writer, self._deliver_by_device, settings.timeout_s
         self._paths = PathSwitch(threads.writing, lock, state, second, *parts)
         self._micro_batches: int | None = None
         """Number of micro-batches of each replica, to name messages."""
@@ -190,7 +187,7 @@ class DualLink:
             # Taken with the lock, done without: NCCL may block in a send, and threads of this link need the lock
             # meanwhile.
             work = self._paths.take_prompt()
-        self._device.perform(work)
+        self._paths.perform(work)
         return MessageTimes(key, self.ends.peer, now_s, now_s, tensor.nbytes, path)
 
     def describe(self, specification: TensorSpecification) -> None:
@@ -207,7 +204,7 @@ class DualLink:
             self._paths.receive(key)
             self._ask_for(key, now_s)
             work = self._paths.take_prompt()
-        self._device.perform(work)
+        self._paths.perform(work)
 
     def prefer(self, path: Path) -> None:
         """Prefer `path` while it is healthy, from the next message that both ends agree on."""
@@ -219,7 +216,7 @@ class DualLink:
         with self._lock:
             self._paths.measure(self._copies.device)
             work = self._paths.take_prompt()
-        self._device.perform(work)
+        self._paths.perform(work)
 
     def take_probes(self) -> list[ProbeTimes]:
         """Return the probe bursts that have ended since the last call."""
@@ -292,8 +289,7 @@ class DualLink:
             session.inbound.close()
         self._reader.task.join(FIN_S)
         self._copies.close(FIN_S)
-        self._paths.join(self._paths.settings.probe_limit_s + 1.0)
-        self._device.close()
+        self._paths.close()
 
     @property
     def unacknowledged(self) -> int:
@@ -378,7 +374,7 @@ class DualLink:
         self._end(None, cause)
         # Transfers in progress may wait for a peer that no longer answers. `_end` alone would leave their threads
         # waiting.
-        self._device.abort_all()
+        self._paths.abort_all()
 
     def _end(self, rank: int | None, cause: str) -> None:
         with self._lock:
@@ -398,23 +394,6 @@ class DualLink:
         """Release notes below this number, which the peer has."""
         with self._lock:
             self._retransmit_queue.noted(below)
-
-    # Called by the threads of the device path.
-
-    def device_made(self, as_sender: bool, session: int) -> None:
-        with self._lock:
-            self._paths.made(as_sender, session)
-
-    def device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
-        with self._lock:
-            key = self._paths.arrived(session, tensor.nbytes, arrived_s)
-            if key is not None:
-                self._deliver(key, MessageArrival(None, self._copies.receive_on_device(tensor), arrived_s))
-            self._paths.settle()
-
-    def device_failed(self, as_sender: bool, session: int, cause: str) -> None:
-        with self._lock:
-            self._paths.failed(as_sender, session, cause)
 
     # Called by the reader, with the lock held.
 
@@ -476,6 +455,9 @@ class DualLink:
         self._arrival_signal.arrived(key)
         if key == self._awaited:
             self._state.notify_waiting()
+
+    def _deliver_by_device(self, key: MessageKey, tensor: torch.Tensor, arrived_s: float) -> None:
+        self._deliver(key, MessageArrival(None, self._copies.receive_on_device(tensor), arrived_s))
 
     def _on_note(self, number: int, packet: bytes) -> int:
         """Process a note; return the number below which all have arrived. Raises ValueError for an invalid one."""

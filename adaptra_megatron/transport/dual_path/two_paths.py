@@ -7,25 +7,27 @@
 3. Effects on the host path are performed at once, with the lock held: they only fill queues.
 4. Effects on the device path (posting, creating and ending sessions) may wait for NCCL. The link has a thread for them
    while there are some. It performs them without the lock, in the order in which they were recorded. The training
-   thread performs the effects of its own calls itself.
+   thread performs the effects of its own calls itself. Only a thread of its own waits for the peer of a new session.
 5. Notes between the ends use the host path, and the control connection while the host path is down. They never use the
    device path, where a pending receive would occupy a multiprocessor.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import packed
-from adaptra_megatron.transport.device_session.sessions import DevicePath, DeviceWork, MakeGroup
+from adaptra_megatron.transport.device_session.pair_group import LinkGroup
+from adaptra_megatron.transport.device_session.sessions import ReceivingSession, SendingSession
 from adaptra_megatron.transport.failover.control_messages import (
     FromSender,
     HostProbed,
@@ -34,8 +36,8 @@ from adaptra_megatron.transport.failover.control_messages import (
     Received,
     decode_note,
 )
-from adaptra_megatron.transport.failover.path_receiver import Receiver, ReceiverEffects
-from adaptra_megatron.transport.failover.path_sender import Burst, Sender, SenderEffects
+from adaptra_megatron.transport.failover.path_receiver import DeviceReceive, Receiver, ReceiverEffects
+from adaptra_megatron.transport.failover.path_sender import Burst, DeviceSend, Sender, SenderEffects
 from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread
 from adaptra_megatron.transport.host_link.host_link_state import HostLinkState
 from adaptra_megatron.transport.host_link.host_link_writer import HostLinkWriter
@@ -61,6 +63,11 @@ def confirmation(sequence: int) -> tuple[int, int] | None:
 
 _TICK_S = 0.05
 _IDLE_S = 60.0
+_MOST_MAKERS = 8
+"""Maximum number of threads that create sessions at once: each waits for the job's store while that does not answer."""
+
+MakeGroup = Callable[[bool, int, float], LinkGroup]
+"""(sends, session, timeout_s) -> this end of a device session. Raises RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,24 @@ class SecondPath:
     """See RetransmitQueue."""
 
 
+@dataclass
+class DeviceWork:
+    """Actions for the device path, to be performed without the link's lock."""
+
+    sends: list[tuple[DeviceSend, bool]] = field(default_factory=list)
+    """Messages to send, each with whether a header precedes it."""
+    receives: list[DeviceReceive[TensorSpecification]] = field(default_factory=list)
+    begin: list[tuple[bool, int]] = field(default_factory=list)
+    """(this end sends, session) of sessions to make."""
+    end: list[tuple[bool, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.receives or self.begin or self.end)
+
+
 class PathSwitch:
-    """Path selection of a link, and its actions on both paths. Callers hold the link's lock, unless a method says
-    otherwise.
+    """Path selection of a link, and its actions on both paths: what the host path sends, and the sessions of the device
+    path. Callers hold the link's lock, unless a heading says otherwise.
 
     Until `task` runs, all messages take the host path.
     """
@@ -88,8 +110,12 @@ class PathSwitch:
         second: SecondPath,
         retransmit_queue: RetransmitQueue,
         writer: HostLinkWriter,
-        device_path: DevicePath,
+        deliver: Callable[[MessageKey, torch.Tensor, float], None],
+        timeout_s: float,
     ) -> None:
+        """`deliver(key, tensor, time)`: called for each message that the device path brings. `timeout_s`: longest wait
+        for one.
+        """
         self.settings = second.settings
         self.sender = Sender(second.settings, retransmit_queue)
         self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
@@ -99,8 +125,14 @@ class PathSwitch:
         self._actors: list[DeviceThread] = []
         """Threads that perform slow actions on the device path, one at a time; the others have only to return."""
         self._acting = False
-        self._state, self._device_path = state, device_path
-        self._retransmit_queue, self._writer = retransmit_queue, writer
+        self._makers: list[DeviceThread] = []
+        """Threads that create sessions with the peer, which may not come."""
+        self._sending: dict[int, SendingSession] = {}
+        self._receiving: dict[int, ReceivingSession] = {}
+        """Sessions of each direction, by number. Changed with the lock held; any thread may look one up."""
+        self._closed = False
+        self._state, self._retransmit_queue, self._writer = state, retransmit_queue, writer
+        self._make_group, self._deliver, self._timeout_s = second.make_group, deliver, timeout_s
         self._work, self._nothing = DeviceWork(), DeviceWork()
         """Actions on the device path that are due."""
         self._end_logged = {True: False, False: False}
@@ -132,9 +164,7 @@ class PathSwitch:
             self._send_probe(self._host_burst, time.monotonic())
 
     def take_prompt(self) -> DeviceWork:
-        """Return the actions that the calling thread must have the device path `perform` at once, without the lock;
-        another thread does the others.
-        """
+        """Return the actions that the calling thread must `perform` at once; another thread does the others."""
         self._settle_effects()
         work = self._work
         if not work:
@@ -142,7 +172,8 @@ class PathSwitch:
         # Sends and receives at once, so that the training's later work is behind them on the device. To create or end a
         # session may wait.
         self._work = DeviceWork(begin=work.begin, end=work.end)
-        self._wake_if_pending()
+        if self._work:
+            self.task.wake()
         return DeviceWork(sends=work.sends, receives=work.receives)
 
     def describe(self, specification: TensorSpecification) -> None:
@@ -192,7 +223,7 @@ class PathSwitch:
         look_again_s = now_s + self.settings.suspicion_s
         if key is not None and self.receiver.expects(key):
             look_again_s = min(look_again_s, self.receiver.suspect(since_s, now_s))
-            self.settle()
+            self._settle()
         return look_again_s
 
     # What the host path and the line bring.
@@ -250,42 +281,16 @@ class PathSwitch:
 
     def _confirmed(self, session: int, received: int) -> None:
         self.sender.confirmed(session, received)
-        self._device_path.confirmed(session, received)
+        if (sending := self._sending.get(session)) is not None:
+            sending.confirmed(received)
         if not self.sender.device_healthy:
             self.task.wake()  # these may have been the probes
 
-    # What the device path brings.
-
-    def made(self, as_sender: bool, session: int) -> None:
-        """Record that the session's group has been made at this end."""
-        if as_sender:
-            self.sender.made(session, time.monotonic())
-        else:
-            self.receiver.made(session)
-        self._settle_effects()
-        self.task.wake()
-
-    def arrived(self, session: int, nbytes: int, arrived_s: float) -> MessageKey | None:
-        """Record the arrival of a session's next message; return its key, or None if nothing waits for it. Call
-        `settle` afterwards.
-        """
-        number = self.receiver.arrived(session, nbytes, arrived_s)
-        return None if number is None or number < 0 else self.receiver.key(number)
-
-    def failed(self, as_sender: bool, session: int, cause: str) -> None:
-        """Record that a session failed, or could not be made."""
-        (self.sender if as_sender else self.receiver).failed(session, cause)
-        self._settle_effects()
-        self.task.wake()
-
     # Effects: those on the host path at once, those on the device path once a thread does them without the lock.
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Perform the pending effects of sender and receiver."""
         self._settle_effects()
-        self._wake_if_pending()
-
-    def _wake_if_pending(self) -> None:
         if self._work:
             self.task.wake()
 
@@ -345,14 +350,7 @@ class PathSwitch:
             self._state.fail(str(cause))
         self._host_probes += 1
 
-    # What threads do.
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until nothing more is done for this link on the device path. Without the lock, once the link closes."""
-        until_s = time.monotonic() + timeout_s
-        self.task.join(timeout_s)
-        for actor in self._actors:
-            actor.join(max(0.0, until_s - time.monotonic()))
+    # Timed actions.
 
     def _next_step(self) -> float | None:
         state = self._state
@@ -376,6 +374,68 @@ class PathSwitch:
             until_s = min(until_s, self.sender.next_tick_s, math.inf if down_since_s is None else now_s + _TICK_S)
         return min(_IDLE_S, max(1e-3, until_s - now_s))
 
+    def _log_end(self, as_sender: bool) -> None:
+        half = self.sender if as_sender else self.receiver
+        level = logging.WARNING if half.was_healthy else logging.INFO
+        if self._state.finished or (self._end_logged[as_sender] and not half.was_healthy):
+            level = logging.DEBUG  # tried again and again, as between two stages on one GPU
+        self._end_logged[as_sender] = True
+        link = self._state.ends.direction(receiving=not as_sender)
+        logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, half.cause)
+
+    # The device path, without the lock.
+
+    def perform(self, work: DeviceWork) -> None:
+        """Post sends and receives of messages and probes, then create and end sessions."""
+        for send, header in work.sends:
+            if (sending := self._sending.get(send.session)) is None:
+                continue
+            try:
+                if send.message is None:
+                    sending.probe(send.index, send.probe_nbytes)
+                else:
+                    sending.send(send.index, send.message.computed, header=header)
+            except RuntimeError as cause:
+                self._failed(True, send.session, f"torch.distributed reported: {cause}")
+        for receive in work.receives:
+            if (receiving := self._receiving.get(receive.session)) is not None:
+                receiving.receive(receive.index, receive.specification, receive.probe_nbytes)
+        for as_sender, session in work.begin:
+            self._begin(as_sender, session)
+        for as_sender, session in work.end:
+            with self._lock:
+                ended = self._sending.pop(session, None) if as_sender else self._receiving.pop(session, None)
+            if ended is not None:
+                ended.end()
+
+    def abort_all(self) -> None:
+        """Abort every session at this end, as a failing network would."""
+        with self._lock:
+            sessions = self._sessions()
+        for session in sessions:
+            session.abort()
+
+    def close(self) -> None:
+        """End all sessions once nothing more is done on the device path. The link closes already."""
+        limit_s = self.settings.probe_limit_s + 1.0
+        until_s = time.monotonic() + limit_s
+        self.task.join(limit_s)
+        for actor in self._actors:
+            actor.join(max(0.0, until_s - time.monotonic()))
+        until_s = time.monotonic() + limit_s
+        for maker in self._makers:
+            maker.join(max(0.0, until_s - time.monotonic()))
+        with self._lock:
+            self._closed = True
+            sessions = self._sessions()
+            self._sending.clear()
+            self._receiving.clear()
+        for session in sessions:
+            session.end()
+
+    def _sessions(self) -> list[SendingSession | ReceivingSession]:
+        return [*self._sending.values(), *self._receiving.values()]
+
     def _act(self) -> None:
         while True:
             with self._lock:
@@ -385,13 +445,55 @@ class PathSwitch:
                 work, self._work = self._work, DeviceWork()
                 for as_sender, _session in work.end:
                     self._log_end(as_sender)
-            self._device_path.perform(work)
+            self.perform(work)
 
-    def _log_end(self, as_sender: bool) -> None:
-        half = self.sender if as_sender else self.receiver
-        level = logging.WARNING if half.was_healthy else logging.INFO
-        if self._state.finished or (self._end_logged[as_sender] and not half.was_healthy):
-            level = logging.DEBUG  # tried again and again, as between two stages on one GPU
-        self._end_logged[as_sender] = True
-        link = self._state.ends.direction(receiving=not as_sender)
-        logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, half.cause)
+    def _begin(self, as_sender: bool, session: int) -> None:
+        self._makers = [thread for thread in self._makers if thread.is_alive()]
+        # A thread that waits for the store cannot be interrupted, and back-off keeps starting new ones.
+        if len(self._makers) == _MOST_MAKERS:
+            cause = f"{_MOST_MAKERS} earlier attempts to meet do not end: the job's store does not answer"
+            self._failed(as_sender, session, cause)
+            return
+        maker = DeviceThread(self._make, "adaptra-meet", (as_sender, session))
+        maker.start()
+        self._makers.append(maker)
+
+    def _make(self, as_sender: bool, session: int) -> None:
+        try:
+            group = self._make_group(as_sender, session, self.settings.probe_limit_s)
+        except RuntimeError as cause:
+            self._failed(as_sender, session, f"the two ends did not meet: {cause}")
+            return
+        made = SendingSession(group) if as_sender else self._receiving_end(group, session)
+        with self._lock:
+            # `close` has not waited for this thread any longer: nothing else would end the session.
+            if not (closed := self._closed):
+                if isinstance(made, SendingSession):
+                    self._sending[session] = made
+                    self.sender.made(session, time.monotonic())
+                else:
+                    self._receiving[session] = made
+                    self.receiver.made(session)
+                self._settle_effects()
+                self.task.wake()
+        if closed:
+            made.end()
+
+    def _receiving_end(self, group: LinkGroup, session: int) -> ReceivingSession:
+        arrived = functools.partial(self._arrived, session)
+        return ReceivingSession(group, self._timeout_s, arrived, functools.partial(self._failed, False, session))
+
+    def _arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
+        """Deliver a session's next message, if anything waits for it."""
+        with self._lock:
+            number = self.receiver.arrived(session, tensor.nbytes, arrived_s)
+            if number is not None and number >= 0:
+                self._deliver(self.receiver.key(number), tensor, arrived_s)
+            self._settle()
+
+    def _failed(self, as_sender: bool, session: int, cause: str) -> None:
+        """Record that a session failed, or could not be made."""
+        with self._lock:
+            (self.sender if as_sender else self.receiver).failed(session, cause)
+            self._settle_effects()
+            self.task.wake()

@@ -780,8 +780,8 @@ def test_what_a_dead_session_carried_is_staged_when_it_is_computed(make_links: C
     compute.held = True
     for number in range(4):
         links.send(number)
-    links.ends[0]._device.abort_all()
-    links.ends[1]._device.abort_all()
+    links.ends[0]._paths.abort_all()
+    links.ends[1]._paths.abort_all()
     for number in range(4):
         links.ends[1].post_receive(key(number))
     until(lambda: links.ends[0].unacknowledged == 4)

@@ -170,7 +170,7 @@ def device_ends(make: Make) -> None:
         nonlocal ended
         while not done.is_set():
             time.sleep(randomness.uniform(0.01, 0.1))
-            link._device.abort_all()
+            link._paths.abort_all()
             ended += 1
 
     thread = threading.Thread(target=end_sessions)
