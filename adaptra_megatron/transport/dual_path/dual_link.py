@@ -114,8 +114,6 @@ class DualLink:
         self._reader = HostLinkReader(threads.reading, lock, state, self._copies, self._writer, due, self, settings)
         parts = self._retransmit_queue, self._writer, self._deliver_by_device, settings.timeout_s
         self._paths = PathSwitch(threads.writing, lock, state, second, *parts)
-        self._micro_batches: int | None = None
-        """Number of micro-batches of each replica, to name messages."""
         self._awaited: MessageKey | None = None
         self._flushing = False
         self._writer.task.start()
@@ -193,15 +191,14 @@ class DualLink:
     def describe(self, specification: TensorSpecification) -> None:
         """Set shape and dtype of the messages to come, which the device path does not transmit."""
         with self._lock:
-            self._micro_batches = specification.micro_batches
-            self._paths.describe(specification)
+            self._paths.specification = specification
 
     def post_receive(self, key: MessageKey) -> None:
         """Post a receive. Raises TransportError if the link has failed and the message has not arrived."""
         now_s = time.monotonic()
         with self._lock:
             self._check_usable(key, now_s, receiving=True)
-            self._paths.receive(key)
+            self._paths.receiver.post(key, self._paths.specification)
             self._ask_for(key, now_s)
             work = self._paths.take_prompt()
         self._paths.perform(work)
@@ -481,7 +478,7 @@ class DualLink:
         doing = "waited for" if receiving else "could not send"
         explained = self._has_device_path and not self._state.over
         also = self._paths.device_in_words(receiving=receiving) if explained else ""
-        spelled = key.spelled(self._micro_batches)
+        spelled = key.spelled(self._paths.specification.micro_batches)
         return self._state.error(doing, spelled, since_s, now_s, receiving=receiving, also=also)
 
     # Without the lock.

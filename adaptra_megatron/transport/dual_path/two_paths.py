@@ -140,14 +140,11 @@ class PathSwitch:
         """Burst that probes the host path; None if none is in flight."""
         self._host_probes = 0
         """Number of probes sent by the host path so far."""
-        self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        self.specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        """Shape and dtype of the messages to come."""
         self._measured: list[ProbeTimes] = []
 
     # What the training thread asks for. After these, it takes the work that is due, and does it without the lock.
-
-    def receive(self, key: MessageKey) -> None:
-        """Post the receive of the next message, for either path."""
-        self.receiver.post(key, self._specification)
 
     def measure(self, device: torch.device) -> None:
         """Probe the unused path with messages of the usual size, unless a burst is in flight. `device`: of the
@@ -175,10 +172,6 @@ class PathSwitch:
         if self._work:
             self.task.wake()
         return DeviceWork(sends=work.sends, receives=work.receives)
-
-    def describe(self, specification: TensorSpecification) -> None:
-        """Set shape and dtype of the messages to come."""
-        self._specification = specification
 
     def prefer(self, path: Path) -> None:
         """Prefer `path` while it is healthy, from the next message that both ends agree on."""
@@ -320,7 +313,7 @@ class PathSwitch:
                 self._state.fail(str(cause))
             self._writer.write_on()
             self._state.notify_waiting()
-        work, header = self._work, self._specification.shape is None
+        work, header = self._work, self.specification.shape is None
         work.sends += [(send, header) for send in sender.sends]
         work.receives += receiver.receives
         work.begin += [(True, session) for session in sender.begin] + [(False, session) for session in receiver.begin]
