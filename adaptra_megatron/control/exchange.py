@@ -298,7 +298,11 @@ class DecidingPlanner(Protocol):
         """
 
     def spread(self, iteration: int, packet: bytes) -> None:
-        """Have a sealed decision sent to the other ranks. Thread-safe."""
+        """Have a sealed decision sent to the other ranks. Thread-safe; never waits."""
+
+    def interject(self, work: Callable[[], object]) -> bool:
+        """Have the thread that waits in `decide` call `work` now, and return True; return False if none waits, or it
+        cannot. Thread-safe; never waits."""
 
     def close(self) -> None:
         """End the planner, from another thread, together with a call of `decide` that still waits."""
@@ -308,15 +312,16 @@ class DecisionPublisher:
     """The leader's threads: they have the planner decide, and publish the decisions.
 
     One thread does most of it, because waking another one costs as much as most of the steps. Decisions are made by
-    the planner or by the training thread, whichever is first. A second thread publishes those of the training thread
-    while the first waits for the planner. A third thread writes to the job's store, so nobody waits for the store.
-    Other ranks get decisions over their connections; a decision with routes only once its orders are in the store.
+    the planner or by the training thread, whichever is first. While the thread waits for the planner, it also publishes
+    those of the training thread, which publishes its own at any other time. Neither waits for the job's store: a second
+    thread writes to it, and lives only while there is something to write. Other ranks get decisions over their
+    connections; a decision with routes only once its orders are in the store.
     """
 
     def __init__(
         self, layout: JobLayout, planner: DecidingPlanner, control: ControlStore, place: str, first: int = 0
     ) -> None:
-        """Start the threads. `place`: prefix of the exchange's keys in the job's store. `first`: the first measured
+        """Start the thread. `place`: prefix of the exchange's keys in the job's store. `first`: the first measured
         iteration."""
         self._layout, self._planner, self._writing = layout, planner, control.client(place)
         self._closed = threading.Event()
@@ -328,66 +333,59 @@ class DecisionPublisher:
         self._kept: deque[int] = deque()
         """Iterations whose decisions are still in the store: some rank may not have read them."""
         self._unpublished: queue.SimpleQueue[tuple[int, Decision, bytes | None]] = queue.SimpleQueue()
-        self._urgent: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """True for each decision of the training thread; False ends the thread."""
         self._publishing = threading.Lock()
         """Guards `_unpublished`: decisions are sent in their order."""
-        self._storing: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        """Writes to the store, in their order; None ends the thread."""
+        self._storing = threading.Lock()
+        """Guards the following two."""
+        self._unstored: deque[Callable[[], object]] = deque()
+        """Writes to the store, in their order."""
+        self._writer: threading.Thread | None = None
+        """The thread that makes them; None if there are none."""
         self._orders: deque[Sequence[str]] = deque()
         """Keys of the orders of recent routes, oldest first."""
         self._lost: RuntimeError | None = None
         """The store's error, if a decision could not be written."""
         self.decisions = DecisionWriter(self._write, first)
-        self._threads = [
-            threading.Thread(target=work, name=f"adaptra-{work.__name__.strip('_')}", daemon=True)
-            for work in (self._lead, self._publish_urgent, self._store)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._lead, name="adaptra-lead", daemon=True)
+        self._thread.start()
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
         """Take in this rank's measurement; returns at once."""
         self._measured.put((iteration, measurement))
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads. Waits at most 2 x `LOOK_UP_S` for what is still to be written."""
         self._closed.set()
         self._measured.put(None)
-        self._urgent.put(False)
         # Ends a `decide` that waits for reports of other ranks.
         self._planner.close()
         until_s = time.monotonic() + 2 * LOOK_UP_S
-        for thread in self._threads:
-            if thread is self._threads[-1]:
-                self._storing.put(None)  # after all that the others have for it
-            thread.join(timeout=max(0.0, until_s - time.monotonic()))
+        self._thread.join(until_s - time.monotonic())
+        with self._storing:
+            writer = self._writer
+        if writer is not None:
+            writer.join(max(0.0, until_s - time.monotonic()))
 
     def _write(self, iteration: int, decision: Decision, packet: bytes | None) -> None:
         if self._lost is not None:
             raise self._lost
         self._unpublished.put((iteration, decision, packet))
-        # The first thread publishes its own decisions right after this. It may be waiting for the planner while the
-        # training thread decides, which therefore needs another thread.
-        if threading.current_thread() is not self._threads[0]:
-            self._urgent.put(True)
-
-    def _publish_urgent(self) -> None:
-        while self._urgent.get():
+        # The thread that has the planner decide publishes its own decisions right after this.
+        if threading.current_thread() is not self._thread and not self._planner.interject(self._publish):
             self._publish()
 
     def _publish(self) -> None:
-        """Send all decisions made so far, and queue their writes to the store."""
+        """Send all decisions made so far, and queue their writes to the store. Never waits for another process."""
         with self._publishing:
             while not self._unpublished.empty():
                 iteration, decision, packet = self._unpublished.get()
                 if packet is None:
                     packet = encoded(decision.without_orders())
                 if (routing := decision.routing) is not None:
-                    self._storing.put(functools.partial(self._put_routed, iteration, routing, packet))
+                    self._store_soon(functools.partial(self._put_routed, iteration, routing, packet))
                 else:
-                    self._storing.put(functools.partial(self._writing.set, decision_key(iteration), packet))
                     self._planner.spread(iteration, packet)
+                    self._store_soon(functools.partial(self._writing.set, decision_key(iteration), packet))
 
     def _put_routed(self, iteration: int, routing: RoutingSection, packet: bytes) -> None:
         """Write the orders and the decision to the store, then send the decision: a rank that gets it reads its order
@@ -396,11 +394,25 @@ class DecisionPublisher:
         self._writing.set(decision_key(iteration), packet)
         self._planner.spread(iteration, packet)
 
+    def _store_soon(self, *writes: Callable[[], object]) -> None:
+        """Queue writes to the store."""
+        with self._storing:
+            self._unstored += writes
+            if self._writer is None:
+                writer = threading.Thread(target=self._store, name="adaptra-storing", daemon=True)
+                writer.start()
+                self._writer = writer
+
     def _store(self) -> None:
-        """Run the queued writes until closed. The first error fails the next decision."""
-        while (work := self._storing.get()) is not None:
+        """Make the queued writes, until there are none. The first error fails the next decision."""
+        while True:
+            with self._storing:
+                if not self._unstored:
+                    self._writer = None
+                    return
+                write = self._unstored.popleft()
             try:
-                work()
+                write()
             except RuntimeError as error:
                 # The next decision raises it: no rank may run what the others cannot read.
                 self._lost = error
@@ -423,7 +435,7 @@ class DecisionPublisher:
                 # The planner process starts with the first decision, and only then accepts connections: no address
                 # before.
                 address = encoded(self._planner.address)
-                self._storing.put(functools.partial(self._writing.set, PLANNER_KEY, address))
+                self._store_soon(functools.partial(self._writing.set, PLANNER_KEY, address))
             while own is not None:
                 self._decide(own)
                 own = self._take_in()
@@ -479,8 +491,8 @@ class DecisionPublisher:
         read = bisect.bisect_right(self._kept, until)
         if read < FORGOTTEN_AT_ONCE:
             return
-        for _ in range(read):
-            self._storing.put(functools.partial(self._writing.delete_key, decision_key(self._kept.popleft())))
+        keys = [decision_key(self._kept.popleft()) for _ in range(read)]
+        self._store_soon(*(functools.partial(self._writing.delete_key, key) for key in keys))
 
 
 def log_store_lost(rank: int, error: RuntimeError) -> None:

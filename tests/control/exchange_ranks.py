@@ -104,6 +104,9 @@ class InProcess:
     def spread(self, iteration: int, packet: bytes) -> None:
         self._loop.call_soon_threadsafe(self._server.send_all, iteration, packet)
 
+    def interject(self, work: Callable[[], object]) -> bool:
+        return False
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
 

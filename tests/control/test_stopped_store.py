@@ -7,7 +7,8 @@ import asyncio
 import queue
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ from adaptra_megatron.control.exchange import (
 from adaptra_megatron.control.sidecar.planner_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
+WRITES = "adaptra-storing"
+"""The leader's thread that writes to the store."""
+
 
 class Idle:
     """A planner that nothing gets to."""
@@ -43,6 +47,9 @@ class Idle:
 
     def spread(self, iteration: int, packet: bytes) -> None:
         self.passed_on.put((iteration, decision_of(packet).number))
+
+    def interject(self, work: Callable[[], object]) -> bool:
+        return False
 
     def close(self) -> None:
         pass
@@ -140,7 +147,8 @@ def test_a_decision_that_is_passed_on_is_taken_while_the_store_stands_still(monk
 
 def test_neither_the_leader_nor_those_that_follow_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
     planner = Idle()
-    leader = DecisionPublisher(layout([[0, 1]], 0), planner, ControlOver(stopped), "exchange")
+    control = ControlOver(stopped)
+    leader = DecisionPublisher(layout([[0, 1]], 0), planner, control, "exchange")
     decided: dict[int, Decision] = {}
 
     def train() -> None:
@@ -155,8 +163,29 @@ def test_neither_the_leader_nor_those_that_follow_wait_for_a_stopped_store(stopp
     assert len(decided) == 4
     passed_on = dict(planner.passed_on.get(timeout=20.0) for _ in decided)
     assert passed_on == {iteration: decision.number for iteration, decision in decided.items()}, "each once, the same"
+    writer = leader._writer
+    assert writer is not None, "nothing waits for the store"
     stopped.goes_on.set()
     leader.close()
-    for thread in leader._threads:
+    for thread in (leader._thread, writer):
         thread.join(15.0)
         assert not thread.is_alive(), "it does not end"
+    written = control.client("exchange")
+    stored = {iteration: written.peek(decision_key(iteration)) for iteration in decided}
+    assert stored == {iteration: encoded(decision) for iteration, decision in decided.items()}, "and all is written"
+
+
+def test_the_thread_that_writes_to_the_store_lives_while_there_is_something_to_write(stopped: StoppedStore) -> None:
+    leader = DecisionPublisher(layout([[0, 1]], 0), Idle(), ControlOver(stopped), "exchange")
+    for iteration in range(3):
+        leader.post(iteration, MeasuredJob().measure(1.0)[0])
+        leader.decisions.needed(iteration + DELAY)
+        if iteration == 0:
+            assert stopped.struck.wait(15.0), "the fault did not fire"
+            assert WRITES in {thread.name for thread in threading.enumerate()}
+            stopped.goes_on.set()
+        until_s = time.monotonic() + 15.0
+        while WRITES in {thread.name for thread in threading.enumerate()}:
+            assert time.monotonic() < until_s, "it stays"
+            time.sleep(0.01)
+    leader.close()

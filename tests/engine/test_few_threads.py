@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training process has a handful of Python threads, in the middle of a pipeline too, and sends few calls deep."""
+"""A training process has a handful of Python threads, where it leads or has two neighbours too, and sends few calls
+deep."""
 
 from __future__ import annotations
 
@@ -22,17 +23,20 @@ MOST_FRAMES = 7
 
 
 @pytest.mark.timeout(150)
-def test_an_interior_rank_has_few_threads_and_frames(start_ranks: Callable[..., Any]) -> None:
+def test_leading_and_interior_ranks_have_few_threads_and_frames(start_ranks: Callable[..., Any]) -> None:
     arguments = (
         "--pipeline-model-parallel-size 3 --num-layers 3 --global-batch-size 6 --mock-data --hidden-size 32 "
-        "--no-gradient-accumulation-fusion --seq-length 16 --train-iters 6"
+        "--no-gradient-accumulation-fusion --seq-length 16 --train-iters 8"
     )
     results = start_ranks(3, [PROGRAM, *arguments.split()], timeout_s=120.0)
-    output = results[1].output.splitlines()
-    names, (frames,) = (
-        next(each.removeprefix(what) for each in output if each.startswith(what)).split() for what in (THREADS, FRAMES)
-    )
-    assert int(frames) <= MOST_FRAMES
-    standing = [name for name in names if not name.startswith(IN_GLOO) and name not in FOR_A_WHILE]
-    assert set(standing) >= OF_LINKS
-    assert len(["MainThread", *standing]) <= MOST, names
+    for rank, result in enumerate(results):
+        output = result.output.splitlines()
+        names, (frames,) = (
+            next(each.removeprefix(what) for each in output if each.startswith(what)).split()
+            for what in (THREADS, FRAMES)
+        )
+        assert int(frames) <= MOST_FRAMES
+        standing = [name for name in names if not name.startswith(IN_GLOO) and name not in FOR_A_WHILE]
+        assert set(standing) >= OF_LINKS
+        assert ("adaptra-lead" in standing) == (rank == 0)
+        assert len(["MainThread", *standing]) <= MOST, (rank, names)

@@ -2,8 +2,8 @@
 """A rank that trains with --adaptra: `thread_ranks.py TRAINING_ARGUMENTS...` writes the names of its threads, and how
 deep in calls it sends.
 
-Counted is what stands at the begin of the last iteration, without threads that other packages started; and frames from
-the schedule's call to the transport's, both included.
+Counted are threads that stand at the begin of each of the last four iterations, without those that other packages
+started; and frames from the schedule's call to the transport's, both included.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ def main(arguments: list[str]) -> None:
     check_arguments(args, join_job(args))
     set_up_groups(args)
 
+    standing = list[set[threading.Thread]]()
+
     def count(iteration: int) -> None:
+        standing.append(set(threading.enumerate()))
         if iteration == args.train_iters - 1:
-            names = sorted(thread.name for thread in threading.enumerate())
+            names = sorted(thread.name for thread in set.intersection(*standing[-4:]))
             sys.stdout.write(f"{THREADS}{' '.join(name for name in names if name.startswith('adaptra-'))}\n")
 
     post_send, frames = HostTransport.post_send, set[int]()

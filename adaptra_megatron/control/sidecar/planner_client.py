@@ -37,11 +37,11 @@ from adaptra_megatron.control.sidecar.planner_connections import (
     ChannelEndedError,
     HostedChannels,
     Line,
+    Outbox,
     Sidecar,
     SidecarMessages,
     log_events,
     log_lines,
-    send,
 )
 from adaptra_megatron.schedule.costs import Costs, costs_to_json
 from adaptra_megatron.telemetry.events import Event
@@ -184,7 +184,7 @@ class EventSink(Protocol):
 class PlannerClient:
     """The leader's handle of the planner process. For one thread, which must live as long as the process.
 
-    `close` and `spread` are thread-safe.
+    `close`, `spread` and `interject` are thread-safe. The latter two never wait.
     """
 
     def __init__(
@@ -210,10 +210,10 @@ class PlannerClient:
         self._wanted_policy = ""
         """Policy asked for by a user, until it has been decided on."""
         self._process: Sidecar | None = None
+        self._outbox: Outbox | None = None
+        """Messages to that process, once it has its first one."""
         self._backoff, self._restart_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
         self._closed = threading.Event()
-        self._sending = threading.Lock()
-        """Held while a message is sent, and while a new process gets its first one."""
         self._costs: bytes | None = None
         self._made: deque[tuple[int, bytes]] = deque(maxlen=MOST_UNSEALED)
         """Decisions of the running process: numbers and bytes."""
@@ -264,12 +264,10 @@ class PlannerClient:
         or if the process has ended (the next call starts another, which only gets the reports of that call).
         """
         try:
-            channel = self._running().channel
+            process, outbox = self._running()
             if own:
-                measured = self._measured(own)
-                with self._sending:
-                    send(channel, measured, [report for _, report in own])
-            decided, packet = self._answer(channel)
+                outbox.put(self._measured(own), [report for _, report in own])
+            decided, packet = self._answer(process.channel, outbox)
             decision = decision_of(packet) if decided.made else None
         except (OSError, ValueError, ChannelEndedError) as cause:
             raise NoDecisionError(self._end_failed(cause), None) from cause
@@ -291,12 +289,19 @@ class PlannerClient:
 
     def spread(self, iteration: int, packet: bytes) -> None:
         """Have a sealed decision sent to the other ranks, so that they need not poll the job's store. Its bytes go to
-        the process only if that has not made them."""
-        with self._sending:
-            if (process := self._process) is not None:
-                made = next((number for number, made in self._made.copy() if made is packet), 0)
-                with contextlib.suppress(OSError, ChannelEndedError):  # the next call of `decide` tells
-                    send(process.channel, Sealed(iteration=iteration, made=made), [] if made else [packet])
+        the process only if that has not made them. Dropped if the process does not read: ranks find it in the store.
+        """
+        # Before `_made`, which only holds decisions of this process or of a later one.
+        if (outbox := self._outbox) is not None:
+            made = next((number for number, made in self._made.copy() if made is packet), 0)
+            with contextlib.suppress(ChannelEndedError):  # the next call of `decide` tells
+                if outbox.has_room():
+                    outbox.put(Sealed(iteration=iteration, made=made), [] if made else [packet])
+
+    def interject(self, work: Callable[[], object]) -> bool:
+        """Have the thread that waits in `decide` for the process call `work` now, and return True; return False if
+        none does."""
+        return (outbox := self._outbox) is not None and outbox.interject(work)
 
     def _measured(self, own: Sequence[tuple[int, bytes]]) -> Measured:
         asked = self._requests()
@@ -308,9 +313,10 @@ class PlannerClient:
             asked=replace(asked, policy=self._wanted_policy),
         )
 
-    def _answer(self, channel: socket.socket) -> tuple[Decided, bytes]:
+    def _answer(self, channel: socket.socket, outbox: Outbox) -> tuple[Decided, bytes]:
         begun_s = time.monotonic()
         while True:
+            outbox.wait_readable()
             answer, packet = receive(channel)
             if isinstance(answer, Decided):
                 return answer, packet
@@ -330,28 +336,35 @@ class PlannerClient:
             self._hosted.closed = True
         if (process := self._process) is not None:
             process.close()
+        if (outbox := self._outbox) is not None:
+            outbox.close()
         self._listener.close()
 
-    def _running(self) -> Sidecar:
+    def _running(self) -> tuple[Sidecar, Outbox]:
         """Return the running process; start one if need be. Raises OSError, or ChannelEndedError once closed."""
-        if self._process is None:
+        if self._process is None or self._outbox is None:
             self._closed.wait(max(0.0, self._restart_s - time.monotonic()))
             if self._closed.is_set():
                 raise ChannelEndedError("is not needed any more")
-            with self._sending:
-                level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
-                running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, telemetry=None)
-                hosts = self._hosted is not None
-                begin = structs.replace(self._begin, log_level=level, running=running, hosts=hosts)
-                self._made.clear()
-                module = "adaptra_megatron.control.sidecar.planner_process"
-                self._process = Sidecar(module, self._listener, begin, self._patience_s)
-                if self._hosted is not None:
-                    self._hosted.connect(self._process)
-        return self._process
+            level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
+            running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, telemetry=None)
+            hosts = self._hosted is not None
+            begin = structs.replace(self._begin, log_level=level, running=running, hosts=hosts)
+            self._made.clear()
+            module = "adaptra_megatron.control.sidecar.planner_process"
+            self._process = Sidecar(module, self._listener, begin, self._patience_s)
+            if self._hosted is not None:
+                self._hosted.connect(self._process)
+            if self._closed.is_set():  # `close` did not see this process
+                raise ChannelEndedError("is not needed any more")
+            self._outbox = Outbox(self._process.channel)
+        return self._process, self._outbox
 
     def _end_failed(self, cause: Exception) -> str:
         process, self._process = self._process, None
+        outbox, self._outbox = self._outbox, None
+        if outbox is not None:
+            outbox.close()
         how = f"could not be started ({cause})"
         if process is not None:
             ended = process.process.poll() is not None or isinstance(cause, ChannelClosedError)

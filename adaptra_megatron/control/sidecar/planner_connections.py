@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import queue
 import random
+import select
 import socket
 import struct
 import threading
@@ -47,6 +48,8 @@ _MOST_NBYTES = 1 << 26
 _MOST_ALONG_NBYTES = 1 << 30
 _HEAD = struct.Struct("<II")
 """Bytes of the message, and of the raw bytes after it."""
+_MOST_UNSENT_NBYTES = 1 << 20
+"""Number of bytes queued for a process that does not read; then further decisions are dropped."""
 
 
 class ChannelEndedError(ConnectionError):
@@ -109,6 +112,99 @@ class SidecarMessages(Generic[Received]):
             return self._decode(body)
         except ValueError as cause:
             raise ChannelEndedError(f"sent an invalid message: {cause}") from cause
+
+
+class Outbox:
+    """Messages of several threads to a sidecar process, and one thread's wait for its answers. Thread-safe; only
+    `wait_readable` waits.
+
+    What the process does not read at once is kept. It is sent with the next message, or while `wait_readable` waits.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        """Held for system calls that never wait."""
+        self._unsent = bytearray()
+        self._interjected: list[Callable[[], object]] = []
+        self._waits = False
+        """Whether a thread waits, and calls what is interjected."""
+        # A socket pair, because that thread sleeps in one poll() for this and for the channel.
+        self._waker, self._woken = socket.socketpair()
+
+    def has_room(self) -> bool:
+        """Return whether messages that can be spared are to be put: not if too much is unsent. Raises
+        ChannelEndedError if the process has ended."""
+        with self._lock:
+            self._send_at_once()
+            return len(self._unsent) <= _MOST_UNSENT_NBYTES
+
+    def put(self, message: TaggedMessage, along: Sequence[bytes] = ()) -> None:
+        """Send a message and raw bytes, or keep them. Raises ChannelEndedError if the process has ended."""
+        frame = packed(message, along)
+        with self._lock:
+            self._unsent += frame
+            self._send_at_once()
+
+    def interject(self, work: Callable[[], object]) -> bool:
+        """Have the thread that is in `wait_readable` call `work` now, and return True; return False if none is."""
+        with self._lock:
+            if self._waits:
+                if not self._interjected:  # one byte at a time: there is always room for it
+                    self._waker.send(b"+")
+                self._interjected.append(work)
+            return self._waits
+
+    def wait_readable(self) -> None:
+        """Wait until the process has sent something or has ended, and send meanwhile what it reads. Raises
+        ChannelEndedError once the channel's timeout is over."""
+        timeout_s = self._channel.gettimeout()
+        assert timeout_s is not None, "this would wait without end"
+        until_s, events = time.monotonic() + timeout_s, 0
+        while not events & ~select.POLLOUT:
+            ready = self._poll(max(0.0, until_s - time.monotonic()))
+            if not ready:
+                raise ChannelEndedError(f"did not answer within {timeout_s:g} s")
+            events = ready.get(self._channel.fileno(), 0)
+            if not events & (select.POLLHUP | select.POLLERR):
+                with self._lock:
+                    self._send_at_once()
+
+    def _poll(self, within_s: float) -> dict[int, int]:
+        """Wait for an event of the channel or of `interject`, and call what is interjected. Return the events by file
+        descriptor."""
+        waiting = select.poll()
+        with self._lock:
+            waiting.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            waiting.register(self._woken, select.POLLIN)
+            self._waits = True
+        ready = dict(waiting.poll(1e3 * within_s))
+        with self._lock:
+            self._waits = False
+            interjected, self._interjected = self._interjected, []
+            if interjected:
+                self._woken.recv(1)
+        for work in interjected:
+            work()
+        return ready
+
+    def close(self) -> None:
+        """End what `interject` needs. The channel stays open."""
+        with self._lock:
+            self._waits = False
+            self._waker.close()
+            self._woken.close()
+
+    def _send_at_once(self) -> None:
+        """Send what the channel takes now. The caller holds `_lock`."""
+        writable = select.poll()
+        try:
+            writable.register(self._channel, select.POLLOUT)
+            # Nobody else writes, so `send` does not wait once there is room.
+            while self._unsent and writable.poll(0):
+                del self._unsent[: self._channel.send(self._unsent)]
+        except (OSError, ValueError) as cause:  # ValueError: the channel is closed
+            raise ChannelEndedError(f"does not listen: {cause}") from cause
 
 
 class Sidecar(ChildProcess):
@@ -309,8 +405,6 @@ def round_of(reported: Reported) -> Round:
 
 HANDSHAKE_S = 10.0
 """Longest wait for the next message of a handshake."""
-_MOST_UNSENT_NBYTES = 1 << 20
-"""Maximum number of bytes queued for a rank that does not read; more are dropped."""
 
 
 def purpose_of(place: str, rank: int, leader: int) -> Purpose:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import select
@@ -24,10 +25,12 @@ from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.decisions import Decision, MadeDecision, TelemetrySection, decision_of
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.sidecar import planner_client as keeper
+from adaptra_megatron.control.sidecar import planner_connections
 from adaptra_megatron.control.sidecar.planner_client import Begin, NoDecisionError, PlannerClient, Sealed, receive
 from adaptra_megatron.control.sidecar.planner_connections import (
     MOST_AWAITED,
     ChannelEndedError,
+    Outbox,
     ReportLink,
     purpose_of,
     send,
@@ -253,15 +256,16 @@ def test_a_decision_goes_to_all_as_the_process_has_made_it_and_is_not_sent_back_
 ) -> None:
     four = replica()
     sent: list[tuple[Any, int]] = []
+    put = Outbox.put
 
-    def counted(channel: socket.socket, message: Any, along: Sequence[bytes] = ()) -> None:
+    def counted(outbox: Outbox, message: Any, along: Sequence[bytes] = ()) -> None:
         sent.append((message, sum(map(len, along))))
-        send(channel, message, along)
+        put(outbox, message, along)
 
     made = [four.take(four.report(four.job.measure(delay_s))) for delay_s in (0.0, 0.0)]
     assert made[1].decision.order is not None
     assert decision_of(made[1].packet) == made[1].decision
-    monkeypatch.setattr(keeper, "send", counted)
+    monkeypatch.setattr(Outbox, "put", counted)
     for iteration, each in enumerate(made, start=2):
         four.planner.spread(iteration, each.packet)
     four.planner.spread(4, b"made by the leader")
@@ -284,6 +288,88 @@ def test_a_decision_goes_to_all_as_the_process_has_made_it_and_is_not_sent_back_
     four.decide(0.0)
     four.planner.spread(5, made[1].packet)
     assert sent[-1] == (Sealed(iteration=5), len(made[1].packet)), "another process has not made it"
+
+
+def test_a_process_that_does_not_read_holds_up_no_thread_that_publishes(
+    replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread waits for its plan meanwhile, and does other things. Later the process reads whole messages, the first
+    ones and the latest."""
+    monkeypatch.setattr(planner_connections, "_MOST_UNSENT_NBYTES", 1 << 17)
+    four = replica()
+    four.decide(0.0)
+    process_id = four.planner.process_id
+    assert process_id is not None
+    os.kill(process_id, signal.SIGSTOP)
+    decided: list[MadeDecision] = []
+    own = four.report(four.job.measure(0.0))
+    planning = threading.Thread(target=lambda: decided.append(four.planner.decide(own)))
+    planning.start()
+    interjected, until_s = threading.Event(), time.monotonic() + 20.0
+    while not four.planner.interject(interjected.set):
+        assert time.monotonic() < until_s, "nothing waits for its plan"
+    assert interjected.wait(20.0)
+    packets = [bytes([number]) * 10_000 for number in range(100)]  # more than the channel and the outbox take
+    published = threading.Thread(
+        target=lambda: [four.planner.spread(*each) for each in enumerate(packets)], daemon=True
+    )
+    published.start()
+    published.join(20.0)
+    outbox = four.planner._outbox
+    assert outbox is not None
+    full = not outbox.has_room()
+    os.kill(process_id, signal.SIGCONT)
+    planning.join(30.0)
+    assert not published.is_alive(), "it waits for the process"
+    assert full, "the fault did not fire"
+    assert [made.until for made in decided] == [1], "its patience is not over"
+    assert four.planner.decide(four.report(four.job.measure(0.0))).until == 2, "it has read all that was sent before"
+    four.planner.spread(100, b"the latest")
+    for link in four.links:
+        received: list[tuple[int, bytes]] = []
+        while (100, b"the latest") not in received:
+            assert link.connection is not None
+            assert select.select([link.connection], [], [], 30.0)[0], f"the latest of {len(received)} is missing"
+            received += link.receive()
+        kept = [(number, packets[number]) for number, _ in received[:-1]]
+        assert received[:-1] == kept
+        assert [number for number, _ in kept] == list(range(len(kept))), "those that found no room are the last"
+        assert 0 < len(kept) < len(packets)
+    assert four.planner.process_id == process_id
+
+
+def test_what_is_interjected_is_called_once_even_as_a_wait_ends() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20.0)
+    called: list[int] = []
+    with ours, theirs:
+        outbox = Outbox(ours)
+        assert not outbox.interject(lambda: called.append(-1)), "nobody waits"
+
+        def wait() -> None:
+            while True:
+                outbox.wait_readable()
+                if ours.recv(1) == b"e":
+                    return
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        accepted = []
+        for number in range(3000):
+            if number % 3 == 0:
+                theirs.send(b"m")
+            if outbox.interject(functools.partial(called.append, number)):
+                accepted.append(number)
+        until_s = time.monotonic() + 20.0
+        while called != accepted:  # the thread waits, so nothing else wakes it
+            assert time.monotonic() < until_s, f"{len(called)} of {len(accepted)} are called"
+            time.sleep(0.01)
+        assert accepted
+        theirs.send(b"e")
+        waiting.join(20.0)
+        assert not waiting.is_alive()
+        assert not outbox.interject(lambda: called.append(-1))
+        outbox.close()
 
 
 def test_it_ends_with_its_channel() -> None:
