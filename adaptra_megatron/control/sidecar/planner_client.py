@@ -299,8 +299,7 @@ class PlannerClient:
                     outbox.put(Sealed(iteration=iteration, made=made), [] if made else [packet])
 
     def interject(self, work: Callable[[], object]) -> bool:
-        """Have the thread that waits in `decide` for the process call `work` now, and return True; return False if
-        none does."""
+        """Have the thread that waits in `decide` call `work` now, and return True; return False if none does."""
         return (outbox := self._outbox) is not None and outbox.interject(work)
 
     def _measured(self, own: Sequence[tuple[int, bytes]]) -> Measured:

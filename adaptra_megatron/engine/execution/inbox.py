@@ -52,9 +52,7 @@ class Addresses:
         return key._replace(micro_batch=key.micro_batch - self._first)
 
     def in_pipeline(self, times: Sequence[MessageTimes]) -> list[MessageTimes]:
-        """Return the times of messages within the pipeline; peers are stages, micro-batches are indices in the
-        program.
-        """
+        """Return the times of messages within the pipeline; peers are stages, micro-batches as in the program."""
         pipeline = self.ranks if self.pipeline is None else self.pipeline
         return [
             entry._replace(peer=pipeline.index(entry.peer), key=self.key_in_pipeline(entry.key))
@@ -98,9 +96,7 @@ class Inbox:
         self._post(step.receives_before_send)
 
     def ask_for(self, messages: Collection[OrderedMessage]) -> None:
-        """Post the receives of `messages`, and all earlier ones, before their turn. Allowed only where the CPU sees
-        arrivals.
-        """
+        """Post the receives of `messages`, and all earlier ones, now. Allowed only where the CPU sees arrivals."""
         for message in messages:
             self._post(self._places[message] + 1)
 

@@ -31,9 +31,7 @@ class ProgramStep:
     receive: OrderedMessage | None
     send: OrderedMessage | None
     receives_before: int
-    """Number of the program's receives that are posted before the action is launched, and before its message
-    is sent.
-    """
+    """Number of the program's receives that are posted before the action is launched, and before its send."""
     receives_before_send: int
     completes_chunk: bool
     """True if it computes the last gradient of its chunk in this iteration."""

@@ -147,9 +147,7 @@ class PathSwitch:
     # What the training thread asks for. After these, it takes the work that is due, and does it without the lock.
 
     def measure(self, device: torch.device) -> None:
-        """Probe the unused path with messages of the usual size, unless a burst is in flight. `device`: of the
-        tensors.
-        """
+        """Probe the unused path with tensors of the usual size on `device`, unless a burst is in flight."""
         # Nothing was sent yet: a probe of another size would not tell the time of the usual messages.
         if not self.sender.latest_nbytes:
             return
