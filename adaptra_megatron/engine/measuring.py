@@ -19,12 +19,12 @@ from adaptra_megatron import __version__
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.exchange import PlanExchange
-from adaptra_megatron.control.link_steering import FixedPaths
 from adaptra_megatron.control.measurements import stage_measurement
 from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.engine.dispatch import Dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.iteration_hooks import IterationHooks
+from adaptra_megatron.engine.link_steering import FixedPaths
 from adaptra_megatron.engine.training_job import Job
 from adaptra_megatron.megatron.compat import megatron_version
 from adaptra_megatron.megatron.megatron_call import PipelineCall

@@ -16,16 +16,16 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.deciders.plan_state import Layout, PlanState
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
-from adaptra_megatron.control.device_memory import memory_of
 from adaptra_megatron.control.exchange import PlanExchange, exchange_place
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings, SharedRequests
-from adaptra_megatron.control.link_steering import FixedPaths, LinkSteering
 from adaptra_megatron.control.sidecar.planner_client import Begin, PathPolicy, PlannerClient, RoutePolicy
 from adaptra_megatron.control.stage_memory import MemoryMeter, MemorySource, StageMemory, make_meter
+from adaptra_megatron.engine.device_memory import memory_of
 from adaptra_megatron.engine.dispatch import make_dispatcher
 from adaptra_megatron.engine.execution.executor import IterationReport, PipelineExecutor, make_timer
 from adaptra_megatron.engine.iteration_hooks import EngineFeature
 from adaptra_megatron.engine.iteration_work import IterationWork, Work
+from adaptra_megatron.engine.link_steering import FixedPaths, LinkSteering
 from adaptra_megatron.engine.measuring import (
     EndedIteration,
     Measuring,

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support.made_up.memory import MadeUpMemory, MadeUpStage
 
 from adaptra_megatron.control.deciders.decision_engine import RISE_AFTER, MeasuredCaps
-from adaptra_megatron.control.device_memory import CudaMemory, memory_of
 from adaptra_megatron.control.stage_memory import (
     SAMPLED_EVERY,
     SAMPLED_ITERATIONS,
@@ -24,6 +23,7 @@ from adaptra_megatron.control.stage_memory import (
     StageMemory,
     make_meter,
 )
+from adaptra_megatron.engine.device_memory import CudaMemory, memory_of
 from adaptra_megatron.engine.execution.executor import ActivationAccount, ActivationCapError
 from adaptra_megatron.schedule.classic import interleaved_split, one_f_one_b, split_backward
 from adaptra_megatron.schedule.ir import Kind, Order

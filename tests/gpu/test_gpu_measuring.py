@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from adaptra_megatron.control.device_memory import CudaMemory
+from adaptra_megatron.engine.device_memory import CudaMemory
 from adaptra_megatron.engine.execution.executor import make_timer
 from adaptra_megatron.transport.gpu.device_clock import EXACT_S, CudaEvents, DeviceClock
 

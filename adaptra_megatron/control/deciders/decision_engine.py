@@ -12,7 +12,7 @@ from typing import Any
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.reasons import Reason, joined, reason_fields
-from adaptra_megatron.control.combined_savings import CombinedSavings
+from adaptra_megatron.control.deciders.combined_savings import CombinedSavings
 from adaptra_megatron.control.deciders.decider import (
     MATERIAL_CHANGE,
     Context,

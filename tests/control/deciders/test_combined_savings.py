@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from adaptra_megatron.control.combined_savings import REMEMBERED, CombinedSavings
+from adaptra_megatron.control.deciders.combined_savings import REMEMBERED, CombinedSavings
 from adaptra_megatron.control.deciders.decider import estimate_costs, iteration_sample
 from adaptra_megatron.control.deciders.plan_state import Layout
 from adaptra_megatron.control.detector.detector import Detector

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a GPU's memory from torch. Kept apart from `memory`, which is also imported where torch is missing."""
+"""Read a GPU's memory from torch. Apart from `stage_memory`, which is also imported where torch is missing."""
 
 from __future__ import annotations
 
