@@ -421,8 +421,8 @@ class DualLink:
         """Return the time at which waiting for `key` (None: for all sends) fails."""
         if key is not None:
             return self._broken_from_s(by_device=self._paths.receiver.expects(key))
-        stranded = self._retransmit_queue.messages(Path.HOST)
-        return self._broken_from_s(by_device=self._paths.sender.device_healthy and not stranded)
+        healthy = self._paths.sender.device_healthy
+        return self._broken_from_s(by_device=healthy and not self._retransmit_queue.messages(Path.HOST))
 
     def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
         """Return when to check again a wait that began at `since_s`."""
