@@ -96,10 +96,8 @@ class DeviceWork:
 
 
 class PathSwitch:
-    """Path selection of a link, and its actions on both paths: what the host path sends, and the sessions of the device
-    path. Callers hold the link's lock, unless a heading says otherwise.
-
-    Until `task` runs, all messages take the host path.
+    """Path selection of a link, and its actions on both paths, with the sessions of the device path. Callers hold the
+    link's lock, unless a heading says otherwise. Until `task` runs, all messages take the host path.
     """
 
     def __init__(
@@ -113,9 +111,7 @@ class PathSwitch:
         deliver: Callable[[MessageKey, torch.Tensor, float], None],
         timeout_s: float,
     ) -> None:
-        """`deliver(key, tensor, time)`: called for each message that the device path brings. `timeout_s`: longest wait
-        for one.
-        """
+        """`deliver(key, tensor, time)`: called for each message of the device path, longest awaited for `timeout_s`."""
         self.settings = second.settings
         self.sender = Sender(second.settings, retransmit_queue)
         self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
