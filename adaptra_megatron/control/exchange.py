@@ -361,9 +361,7 @@ class DecisionPublisher:
         self._planner.close()
         until_s = time.monotonic() + 2 * LOOK_UP_S
         self._thread.join(until_s - time.monotonic())
-        with self._storing:
-            writer = self._writer
-        if writer is not None:
+        if (writer := self._writer) is not None:
             writer.join(max(0.0, until_s - time.monotonic()))
 
     def _write(self, iteration: int, decision: Decision, packet: bytes | None) -> None:

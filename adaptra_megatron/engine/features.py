@@ -69,7 +69,7 @@ class StragglerMonitoring(EngineFeature):
             return IterationHooks(pipeline)
         from adaptra_megatron.engine.sync_arrivals import MonitoredIterations, arrivals_of
 
-        given = pipeline.job, self._config, pipeline.telemetry, self.waits, pipeline.planner
+        given = pipeline.job, self._config, pipeline.telemetry, self.waits, pipeline.planner, pipeline.transport
         return MonitoredIterations(pipeline, arrivals_of(*given))
 
     def stock_hooks(self, job: Job, telemetry: RunTelemetry) -> StockHooks:

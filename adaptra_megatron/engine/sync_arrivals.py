@@ -27,6 +27,7 @@ from adaptra_megatron.engine.training_job import Job, listen_for
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 from adaptra_megatron.transport.gpu.training_device import current_device
+from adaptra_megatron.transport.message_keys import Transport, TwoPathTransport
 
 if TYPE_CHECKING:
     from adaptra_megatron.engine.pipeline import Pipeline
@@ -190,16 +191,23 @@ def moments_of(device: torch.device) -> Moments:
 
 
 def arrivals_of(
-    job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits, planner: PlannerClient | None = None
+    job: Job,
+    config: AdaptraConfig,
+    telemetry: RunTelemetry,
+    waits: SyncWaits,
+    planner: PlannerClient | None = None,
+    transport: Transport | None = None,
 ) -> SyncArrivals:
     """Return this rank's arrivals, and begin to measure `waits` if they are needed. `planner`: whose processes find
-    stragglers, too; None if this rank has none."""
+    stragglers, too; None if this rank has none. `transport`: of the pipeline; None for stock's schedule.
+    """
     layout = job.layout
     ranks = [layout.reporter(cell) for cell in layout.cells]
     watch = StragglerWatch(
         *(layout, job.control, telemetry, config.host_policy),
         lambda: listen_for(layout, ranks, config, "so replicas that come last are not found"),
         host=None if planner is None else planner.host,
+        loop=transport.loop if isinstance(transport, TwoPathTransport) else None,
     )
     if watch.measures:
         waits.want(moments_of(current_device()))

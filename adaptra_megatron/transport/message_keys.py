@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # processes without torch import this
     import torch
 
     from adaptra_megatron.common.control_store import ControlStore
+    from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop
 
 
 class Direction(str, enum.Enum):
@@ -177,6 +178,8 @@ class TwoPathTransport(Protocol):
     """
 
     rank: int
+    loop: ConnectionLoop
+    """Of this rank's connections; others may use it, too."""
 
     @property
     def peers(self) -> Sequence[int]:

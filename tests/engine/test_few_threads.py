@@ -23,12 +23,17 @@ MOST_FRAMES = 7
 
 
 @pytest.mark.timeout(150)
-def test_leading_and_interior_ranks_have_few_threads_and_frames(start_ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("ranks", "stages", "iterations"), [(3, 3, 8), (4, 2, 24)], ids=["interior", "replicas"])
+def test_ranks_have_few_threads_and_frames(
+    ranks: int, stages: int, iterations: int, start_ranks: Callable[..., Any]
+) -> None:
+    """Leaders too, and where replicas are compared: the threads that do so look, and end."""
     arguments = (
-        "--pipeline-model-parallel-size 3 --num-layers 3 --global-batch-size 6 --mock-data --hidden-size 32 "
-        "--no-gradient-accumulation-fusion --seq-length 16 --train-iters 8"
+        f"--pipeline-model-parallel-size {stages} --num-layers {stages} --global-batch-size {6 * ranks // stages} "
+        "--mock-data --hidden-size 32 --no-gradient-accumulation-fusion --seq-length 16 "
+        f"--train-iters {iterations}"
     )
-    results = start_ranks(3, [PROGRAM, *arguments.split()], timeout_s=120.0)
+    results = start_ranks(ranks, [PROGRAM, *arguments.split()], timeout_s=120.0)
     for rank, result in enumerate(results):
         output = result.output.splitlines()
         names, (frames,) = (
@@ -38,5 +43,5 @@ def test_leading_and_interior_ranks_have_few_threads_and_frames(start_ranks: Cal
         assert int(frames) <= MOST_FRAMES
         standing = [name for name in names if not name.startswith(IN_GLOO) and name not in FOR_A_WHILE]
         assert set(standing) >= OF_LINKS
-        assert ("adaptra-lead" in standing) == (rank == 0)
+        assert ("adaptra-lead" in standing) == (rank < ranks // stages)
         assert len(["MainThread", *standing]) <= MOST, (rank, names)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one rank's thread for stragglers: report its cell's arrivals, and apply the job's verdict to this host.
+"""Report the arrivals of one rank's cell, and apply the job's verdict on stragglers to this host.
 
 Replicas decide on plans separately, and jobs of one stage have no leader. So one process finds stragglers for the job:
 the planner process of its lowest rank, or one of its own if that rank has none. The first rank of each cell connects to
-it. Its verdict is in the job's store,
-which ranks poll that act on it. There is no collective, and the training waits for none of this.
+it. Its verdict is in the job's store, which ranks poll that act on it. There is no collective, and the training waits
+for none of this.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -18,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,95 +61,10 @@ from adaptra_megatron.control.stragglers.straggler_reports import (
 )
 from adaptra_megatron.telemetry.events import Event
 from adaptra_megatron.telemetry.scalars import ArrivalFigures
+from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop, in_thread
 
 if TYPE_CHECKING:
     from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler
-
-# The straggler service, seen from the job's lowest rank.
-
-_PATIENCE_S = 10.0
-"""Longest wait for the rest of a message."""
-
-
-class StragglerServiceClient:
-    """The lowest rank's handle of the straggler service. For one thread, which must live as long as the process.
-    Raises OSError if the host cannot start one."""
-
-    def __init__(
-        self,
-        control: ControlStore,
-        place: str,
-        layout: JobLayout,
-        pace: ReportPace,
-        listener: socket.socket,
-        log: Callable[[Event], None],
-        hosted: socket.socket | None = None,
-    ) -> None:
-        """Start the service. `place`: prefix of the reports' keys in the store. `listener`: bound to the address that
-        cells connect to, and owned by this from now on. `log`: takes findings. `hosted`: channel to the planner process
-        that is to find stragglers; None: a process of its own is started."""
-        cells = layout.cells
-        begin = JudgeBegin(
-            secret=control.secret.hex(),
-            place=place,
-            cells=tuple((cell, ranks[0], layout.workers[ranks[0]].host) for cell, ranks in cells.items()),
-            pace=pace,
-            log_level=logging.getLogger("adaptra_megatron").getEffectiveLevel(),
-        )
-        self._log = log
-        with listener:
-            listener.listen(len(cells))  # all of them connect at once
-            host, port = listener.getsockname()[:2]
-            self.address = Address(str(host), int(port))
-            module = "adaptra_megatron.control.sidecar.planner_process"
-            if hosted is None:
-                process = Sidecar(module, listener, begin, _PATIENCE_S)
-                self._channel, self._end = process.channel, process.close
-            else:
-                self._channel, self._end = hosted, functools.partial(_closed, hosted)
-                hosted.settimeout(_PATIENCE_S)
-                with contextlib.suppress(OSError):  # it has ended: seen where the channel is used next
-                    send_descriptor(hosted, listener.fileno())
-                    send(hosted, begin)
-
-    def latest(self) -> StragglerVerdict | None:
-        """Return the latest verdict, and log what came with it; None if there is no new one.
-
-        Never waits. Raises ChannelEndedError if the process has ended.
-        """
-        judged = None
-        while self._readable(0.0):
-            judged = self._take()
-        return None if judged is None else judged.verdict
-
-    def finish(self, patience_s: float) -> None:
-        """Have the service judge once more and end; log its last findings. Waits at most `patience_s`. Raises
-        ChannelEndedError if it has ended without."""
-        with contextlib.suppress(ChannelEndedError):  # a planner process that has ended has said its last by itself
-            send(self._channel, Finish())
-        until_s = time.monotonic() + patience_s
-        while self._readable(max(0.0, until_s - time.monotonic())):
-            if self._take().last:
-                return
-
-    def close(self) -> str:
-        """End the service. Return how its process ended."""
-        return self._end()
-
-    def _readable(self, timeout_s: float) -> bool:
-        return bool(select.select([self._channel], [], [], timeout_s)[0])
-
-    def _take(self) -> StragglerServiceReply:
-        judged, _ = FROM_JUDGE.receive(self._channel)
-        log_lines(judged.lines)
-        log_events(judged.events, self._log)
-        return judged
-
-
-def _closed(channel: socket.socket) -> str:
-    channel.close()
-    return "the end of the planner process"
-
 
 logger = logger_of(__name__)
 
@@ -158,8 +75,8 @@ JUDGED_FROM = UNUSUAL + LEAST // 2
 need no process."""
 _OVERLAP = 3
 """Looks for which an iteration is reported again."""
-_END_S = 2.0
-"""Longest wait for the thread in `close`."""
+_PATIENCE_S, _END_S = 10.0, 2.0
+"""Longest wait for the rest of a message, and for the end of the last look in `close`."""
 
 
 class StragglerTelemetry(Protocol):
@@ -170,6 +87,96 @@ class StragglerTelemetry(Protocol):
 
     def arrivals(self, figures: ArrivalFigures) -> None:
         """Export how cells arrive, on the rank that exports figures."""
+
+
+class StragglerServiceClient:
+    """The lowest rank's handle of the process that finds stragglers: copies its verdicts to the job's store. A process
+    of its own ends with the thread that makes this. Raises OSError if the host cannot start one."""
+
+    def __init__(
+        self,
+        control: ControlStore,
+        store: SealedStore,
+        layout: JobLayout,
+        pace: ReportPace,
+        listener: socket.socket,
+        telemetry: StragglerTelemetry,
+        hosted: socket.socket | None = None,
+    ) -> None:
+        """Start the service. `listener`: bound to the address that cells connect to, and owned by this from now on.
+        `hosted`: channel to the planner process that is to find stragglers; None: a process of its own is started."""
+        self._store, self._telemetry, self._hosted = store, telemetry, hosted is not None
+        self._late: tuple[LateCell, ...] | None = None
+        cells = layout.cells
+        begin = JudgeBegin(
+            secret=control.secret.hex(),
+            place=control.seal(PLACE).place,
+            cells=tuple((cell, ranks[0], layout.workers[ranks[0]].host) for cell, ranks in cells.items()),
+            pace=pace,
+            log_level=logging.getLogger("adaptra_megatron").getEffectiveLevel(),
+        )
+        with listener:
+            listener.listen(len(cells))  # all of them connect at once
+            host, port = listener.getsockname()[:2]
+            if hosted is None:
+                process = Sidecar("adaptra_megatron.control.sidecar.planner_process", listener, begin, _PATIENCE_S)
+                self._channel, self._end = process.channel, process.close
+            else:
+                self._channel, self._end = hosted, functools.partial(_closed, hosted)
+                hosted.settimeout(_PATIENCE_S)
+                with contextlib.suppress(OSError):  # it has ended: seen where the channel is used next
+                    send_descriptor(hosted, listener.fileno())
+                    send(hosted, begin)
+        store.set(ADDRESS_KEY, encoded(Address(str(host), int(port))))
+
+    def look(self) -> bool:
+        """Write a new verdict to the store, and log what came with it. Return False once there will be none any more.
+        Waits for the store alone."""
+        verdict: StragglerVerdict | None = None
+        try:
+            while self._readable(0.0):
+                verdict = self._take().verdict
+        except ChannelEndedError:
+            ended_by = self._end()
+            if not self._hosted:
+                logger.warning(
+                    "the process that judges stragglers ended by %s; replicas that come last are not found any more",
+                    ended_by,
+                )
+                self._store.set(ADDRESS_KEY, b"")
+            self._store.set(LATE_KEY, encoded(()))  # what hosts do about it ends
+            return False
+        if verdict is not None and verdict.lags_s:
+            self._store.set(LAGS_KEY, encoded(verdict.lags_s))
+            self._telemetry.arrivals(ArrivalFigures(lags_s=verdict.lags_s, late=_replicas(verdict.late)))
+        if verdict is not None and verdict.late != self._late:
+            self._late = verdict.late
+            self._store.set(LATE_KEY, encoded(verdict.late))
+        return True
+
+    def close(self) -> None:
+        """Have the service judge once more, log its last findings, and end it. Waits for half of `_END_S` at most."""
+        with contextlib.suppress(ChannelEndedError):  # a planner process that has ended has said its last by itself
+            send(self._channel, Finish())
+        until_s = time.monotonic() + _END_S / 2
+        with contextlib.suppress(ChannelEndedError):
+            while self._readable(max(0.0, until_s - time.monotonic())) and not self._take().last:
+                pass
+        self._end()
+
+    def _readable(self, timeout_s: float) -> bool:
+        return bool(select.select([self._channel], [], [], timeout_s)[0])
+
+    def _take(self) -> StragglerServiceReply:
+        judged, _ = FROM_JUDGE.receive(self._channel)
+        log_lines(judged.lines)
+        log_events(judged.events, self._telemetry.log)
+        return judged
+
+
+def _closed(channel: socket.socket) -> str:
+    channel.close()
+    return "the end of the planner process"
 
 
 # Imported when a cell is late or a policy is set: no host counters are read before.
@@ -199,10 +206,13 @@ class StragglerWatch:
         listen: Callable[[], socket.socket],
         sampler: Callable[[], HostSampler] | None = None,
         host: Callable[[], HostedChannels] | None = None,
+        loop: ConnectionLoop | None = None,
     ) -> None:
         """`host_policy`: see --adaptra-host-policy. `listen`: makes a socket bound to the address that the
-        job's other hosts connect to. `sampler`: makes a sampler; None: of this host. Both are called in the thread.
-        `host`: has the planner processes of this rank find stragglers; None if it has none."""
+        job's other hosts connect to. `sampler`: makes a sampler; None: of this host. Neither is called here. `host`:
+        has the planner processes of this rank find stragglers; None if it has none. `loop`: starts the threads that
+        look; without one, and for a process of its own, which the kernel ties to its thread, there is one that stays.
+        """
         self._layout, self._control, self._telemetry = layout, control, telemetry
         self._cell, self._listen = layout.cell, listen
         self._reports = layout.rank == layout.reporter(layout.cell)
@@ -222,9 +232,20 @@ class StragglerWatch:
         self._iteration_s = 0.0
         self._late: tuple[LateCell, ...] = ()
         """Late cells, as last read from the store."""
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="adaptra-stragglers", daemon=True)
-        if self._reports or self._judges or self._shows or self._policy is not None:
+        self._acts = self._reports or self._judges or self._shows or self._policy is not None
+        """False: nothing is left to do."""
+        self._number, self._backoff = 0, self._pace.backoff()
+        """Number of looks so far, and the pauses between them."""
+        self._store: SealedStore | None = None
+        self._link: ReportLink | None = None
+        self._judge: StragglerServiceClient | None = None
+        self._ending, self._woken = threading.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=self._stay, name="adaptra-stragglers", daemon=True)
+        self._loop = None if self._judges and self._hosted is None else loop
+        self._served: Future[None] | None = None
+        if self._acts and self._loop is not None:
+            self._served = self._loop.begin(self._come_and_go())
+        elif self._acts:
             self._thread.start()
 
     @property
@@ -241,51 +262,73 @@ class StragglerWatch:
         self._added.append((time.monotonic(), row))
 
     def close(self) -> None:
-        """End the thread, and release pinned helpers. The straggler service judges once more."""
+        """End the looks, and release pinned helpers. The straggler service judges once more."""
         self._ending.set()
-        if self._thread.is_alive():
+        if self._loop is not None:
+            self._loop.call(self._woken.set)
+            self._loop.end(self._served, _END_S)
+        elif self._thread.is_alive():
             self._thread.join(_END_S)
 
-    def _run(self) -> None:
+    def _stay(self) -> None:
+        while self._acts and not self._ending.wait(self._pause_s()):
+            self._try_to_look()
+        self._end()
+
+    async def _come_and_go(self) -> None:
+        while self._acts and not self._ending.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), self._pause_s())
+                break
+            await in_thread(self._try_to_look)
+        await in_thread(self._end)
+
+    def _try_to_look(self) -> None:
         try:
-            with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
-                self._work()
+            self._look()
+        except RuntimeError:  # at the end of a job the store goes with its process
+            self._acts = False
         except Exception:  # a bug of ours: the training goes on
             logger.exception("stragglers are not looked for any more")
-        finally:
-            if self._policy is not None:
-                self._policy.undo()
+            self._acts = False
 
-    def _work(self) -> None:
-        store = self._control.client(PLACE)
-        with contextlib.ExitStack() as parts:
-            link = judge = None
-            if self._reports:
-                link = self._make_link()
-                parts.callback(link.close)
-            number, backoff = 0, self._pace.backoff()
-            while not self._ending.wait(self._pace.pause_s(backoff.pause_s, self._iteration_s, self._late)):
-                if self._reports and len(self._added) < JUDGED_FROM:
-                    continue
-                if self._judges and judge is None and (judge := self._make_judge(store)) is not None:
-                    parts.callback(judge.close)
-                if link is not None and not self._hand_in(link, store, number):
-                    link = None
-                if judge is not None and not judge.look():
-                    if self._hosted is None:
-                        break
-                    judge = None  # the next planner process finds them, from new reports
-                self._follow(store)
-                number += 1
-                backoff.next_s()
+    def _end(self) -> None:
+        if self._judge is not None:
+            self._judge.close()
+        if self._link is not None:
+            self._link.close()
+        if self._policy is not None:
+            self._policy.undo()
 
-    def _make_judge(self, store: SealedStore) -> _Judge | None:
-        """Return a new judge; None while it has to wait for a planner process."""
+    def _pause_s(self) -> float:
+        return self._pace.pause_s(self._backoff.pause_s, self._iteration_s, self._late)
+
+    def _look(self) -> None:
+        if self._reports and len(self._added) < JUDGED_FROM:
+            return
+        if self._store is None:
+            self._store = self._control.client(PLACE)
+            self._link = self._make_link() if self._reports else None
+        store = self._store
+        if self._judges and self._judge is None:
+            self._judge = self._make_judge(store)
+        if self._link is not None and not self._hand_in(self._link, store, self._number):
+            self._link.close()
+            self._link = None
+        if self._judge is not None and not self._judge.look():
+            self._judge = None  # the next planner process finds them, from new reports
+            self._acts = self._hosted is not None
+        self._follow(store)
+        self._number += 1
+        self._backoff.next_s()
+
+    def _make_judge(self, store: SealedStore) -> StragglerServiceClient | None:
+        """Return a new judge; None while it has to wait for a planner process, and once there will be none."""
         channel = None
-        if self._hosted is not None and not self._hosted.closed and (channel := self._hosted.take()) is None:
+        if self._hosted is not None and (self._hosted.closed or (channel := self._hosted.take()) is None):
             return None
-        listener = self._listen()
-        return _Judge(self._layout, self._control, store, self._pace, listener, self._telemetry, channel)
+        given = self._control, store, self._layout, self._pace, self._listen(), self._telemetry, channel
+        return StragglerServiceClient(*given)
 
     def _make_link(self) -> ReportLink:
         purpose = purpose_of(self._control.seal(PLACE).place, self._layout.rank, self._judge_rank)
@@ -322,56 +365,6 @@ class StragglerWatch:
             self._sampler = (self._sampler or self._make_sampler()) if wanted else None
         if self._policy is not None:
             self._policy.follow(next((each.cpu for each in late if each.cell == self._cell), ""))
-
-
-class _Judge:
-    """Copies the verdicts of the straggler service to the job's store."""
-
-    def __init__(
-        self,
-        layout: JobLayout,
-        control: ControlStore,
-        store: SealedStore,
-        pace: ReportPace,
-        listener: socket.socket,
-        telemetry: StragglerTelemetry,
-        hosted: socket.socket | None,
-    ) -> None:
-        self._store, self._telemetry, self._hosted = store, telemetry, hosted is not None
-        place = control.seal(PLACE).place
-        self._keeper = StragglerServiceClient(control, place, layout, pace, listener, telemetry.log, hosted)
-        self._late: tuple[LateCell, ...] | None = None
-        self._ended = False
-        store.set(ADDRESS_KEY, encoded(self._keeper.address))
-
-    def look(self) -> bool:
-        """Write a new verdict to the store. Return False once there will be none any more."""
-        try:
-            verdict = self._keeper.latest()
-        except ChannelEndedError:
-            self._ended, ended_by = True, self._keeper.close()
-            if not self._hosted:
-                logger.warning(
-                    "the process that judges stragglers ended by %s; replicas that come last are not found any more",
-                    ended_by,
-                )
-                self._store.set(ADDRESS_KEY, b"")
-            self._store.set(LATE_KEY, encoded(()))  # what hosts do about it ends
-            return False
-        if verdict is not None and verdict.lags_s:
-            self._store.set(LAGS_KEY, encoded(verdict.lags_s))
-            self._telemetry.arrivals(ArrivalFigures(lags_s=verdict.lags_s, late=_replicas(verdict.late)))
-        if verdict is not None and verdict.late != self._late:
-            self._late = verdict.late
-            self._store.set(LATE_KEY, encoded(verdict.late))
-        return True
-
-    def close(self) -> None:
-        """Have the process judge once more, and end it."""
-        if not self._ended:
-            with contextlib.suppress(ChannelEndedError):
-                self._keeper.finish(_END_S / 2)
-            self._keeper.close()
 
 
 def _replicas(late: tuple[LateCell, ...]) -> list[int]:

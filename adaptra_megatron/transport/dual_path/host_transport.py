@@ -86,6 +86,7 @@ class HostTransport:
         setup = meet(rendezvous, peers, settings)
         transports = dict(setup.transports)
         self._opener = LinkOpener(rendezvous.control, layout, setup, settings)
+        self.loop = self._opener.loop
         try:
             _together(rendezvous, "started", lambda: self._bring_up(peers))
             _together(rendezvous, "greeted", self._greet)

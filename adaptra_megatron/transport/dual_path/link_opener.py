@@ -102,9 +102,9 @@ class LinkOpener:
         """Guards the store's client. Held during requests, which may not return; so closing never takes it."""
         listeners = list(setup.line_listeners.values())
         spread = not settings.is_fault_tolerant
-        self._loop = ConnectionLoop()
+        self.loop = ConnectionLoop()
         job = layout.rank, layout.name, setup.job, control.secret
-        self.lines = ControlConnections(*job, listeners, propagate_failures=spread, loop=self._loop)
+        self.lines = ControlConnections(*job, listeners, propagate_failures=spread, loop=self.loop)
         self._supervisor: Supervisor | None = None
 
     @property
@@ -119,7 +119,7 @@ class LinkOpener:
         for link in links:
             self._openings[link.ends.peer] = LinkOpenings(link.opening)
             made.append(self._prepared(link))
-        self._supervisor = Supervisor(self._start(), list(self._setup.listeners.values()), made, loop=self._loop)
+        self._supervisor = Supervisor(self._start(), list(self._setup.listeners.values()), made, loop=self.loop)
         self.lines.begin()
 
     def transport(self, peer: int) -> str:

@@ -407,11 +407,8 @@ class PathSwitch:
         limit_s = self.settings.probe_limit_s + 1.0
         until_s = time.monotonic() + limit_s
         self.task.join(limit_s)
-        for actor in self._actors:
-            actor.join(max(0.0, until_s - time.monotonic()))
-        until_s = time.monotonic() + limit_s
-        for maker in self._makers:
-            maker.join(max(0.0, until_s - time.monotonic()))
+        for thread in (*self._actors, *self._makers):
+            thread.join(max(0.0, until_s - time.monotonic()))
         with self._lock:
             self._closed = True
             sessions = self._sessions()

@@ -28,6 +28,7 @@ from adaptra_megatron.control.stragglers.straggler_watch import JUDGED_FROM, Str
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDetection
 from adaptra_megatron.telemetry.scalars import ArrivalFigures
+from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SECRET = b"s" * 32
@@ -62,7 +63,13 @@ class Host(HostSampler):
 class Ranks:
     """All of the job, in this process."""
 
-    def __init__(self, store: dist.Store, policy: str, host: Callable[[], HostedChannels] | None = None) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        policy: str,
+        host: Callable[[], HostedChannels] | None = None,
+        loop: ConnectionLoop | None = None,
+    ) -> None:
         self.reported = [TelemetrySection() for _ in WORKERS]
         self.sampled: list[int] = []
         """Ranks whose hosts are read."""
@@ -75,6 +82,7 @@ class Ranks:
                 lambda: listen_tcp("127.0.0.1")[0],
                 sampler=lambda rank=rank: self.sampler(rank),  # type: ignore[misc]
                 host=host,
+                loop=loop,
             )
             for rank in WORKERS
         ]
@@ -138,6 +146,29 @@ def test_the_lowest_rank_finds_and_those_that_show_or_act_are_told(
     assert list(ranks.reported[5].figures[-1].late) == [1]
     said = [record.getMessage() for record in caplog.records if "host policy: rank" in record.getMessage()]
     assert sorted(line.split("rank ")[1][0] for line in said) == ["2", "3"], "both lanes of the late cell"
+
+
+@pytest.mark.timeout(60)
+def test_a_loop_starts_threads_that_look_and_end(store: dist.Store) -> None:
+    planned, loop = Planned(), ConnectionLoop()
+    ranks = Ranks(store, "off", planned.client.host, loop)
+    names: set[str] = set()
+
+    def seen() -> bool:
+        names.update(thread.name for thread in threading.enumerate())
+        return any(isinstance(event, StragglerDetection) for event in ranks.reported[0].events)
+
+    try:
+        planned.decide()
+        ranks.train(40, late_s=0.003)
+        until(seen)
+        until(lambda: ranks.reported[5].figures)
+    finally:
+        planned.client.close()
+        ranks.close()
+    assert "adaptra-blocking" in names
+    assert "adaptra-stragglers" not in names
+    assert not [thread for thread in threading.enumerate() if thread.name == "adaptra-connections"]
 
 
 @pytest.mark.timeout(60)
