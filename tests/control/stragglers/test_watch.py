@@ -42,12 +42,16 @@ class TelemetrySection:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.figures: list[ArrivalFigures] = []
+        self.threads: set[str] = set()
+        """Names of those that bring it."""
 
     def log(self, event: Event) -> None:
         self.events.append(event)
+        self.threads.add(threading.current_thread().name)
 
     def arrivals(self, figures: ArrivalFigures) -> None:
         self.figures.append(figures)
+        self.threads.add(threading.current_thread().name)
 
 
 class Host(HostSampler):
@@ -152,23 +156,16 @@ def test_the_lowest_rank_finds_and_those_that_show_or_act_are_told(
 def test_a_loop_starts_threads_that_look_and_end(store: dist.Store) -> None:
     planned, loop = Planned(), ConnectionLoop()
     ranks = Ranks(store, "off", planned.client.host, loop)
-    names: set[str] = set()
-
-    def seen() -> bool:
-        names.update(thread.name for thread in threading.enumerate())
-        return any(isinstance(event, StragglerDetection) for event in ranks.reported[0].events)
-
     try:
         planned.decide()
         ranks.train(40, late_s=0.003)
-        until(seen)
+        until(lambda: [event for event in ranks.reported[0].events if isinstance(event, StragglerDetection)])
         until(lambda: ranks.reported[5].figures)
     finally:
         planned.client.close()
         ranks.close()
-    assert "adaptra-blocking" in names
-    assert "adaptra-stragglers" not in names
-    assert not [thread for thread in threading.enumerate() if thread.name == "adaptra-connections"]
+    assert ranks.reported[0].threads == ranks.reported[5].threads == {"adaptra-blocking"}
+    assert not {"adaptra-blocking", "adaptra-connections"} & {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.timeout(60)
