@@ -184,14 +184,16 @@ Dispatcher::Choice Dispatcher::next_weight(int stage) const {
 
 Dispatcher::Choice Dispatcher::choose(int stage) const {
     const Choice candidates[] = {next_backward(stage), next_forward(stage), next_weight(stage)};
-    if (policy_.combine) {
+    if (policy_.pairing != Pairing::kNever) {
         const Choice both = combined(stage, candidates[0], candidates[1]);
         const Choice& weight = candidates[2];
         const double first = std::min({candidates[0].time, candidates[1].time, weight.time});
-        if (both.time < kNever && (both.time <= first || policy_.foresees)) {
+        if (both.time < kNever && (both.time <= first || policy_.pairing == Pairing::kForeseen)) {
             const bool idles = weight.time < kNever && weight.time + seconds(stage, weight) <= both.time;
             return idles && both.time > first ? weight : both;
         }
+        const bool one = (candidates[0].time <= weight.time) != (candidates[1].time <= weight.time);
+        if (policy_.pairing == Pairing::kPatient && one && weight.time < kNever) return weight;
     }
     const double soonest = std::min({candidates[0].time, candidates[1].time, candidates[2].time});
     if (soonest == kNever) return {};

@@ -9,6 +9,10 @@ namespace adaptra {
 // [stage]: whether backwards are split there, or I and W run in one go.
 using Split = std::vector<char>;
 
+// When F and B run as one: never; where both can start at once; also where one of the two is waited for, if both are then
+// over sooner; or where both can start at once, and what could start alone lets a W run first, so that the other may come.
+enum class Pairing { kNever, kAtOnce, kForeseen, kPatient };
+
 // How a dispatcher decides. The default is what `simulate_online` does: B > F > W, never idle by choice. The executor's
 // own rule is another, the plan first: engine/online_order.py.
 struct Policy {
@@ -21,8 +25,7 @@ struct Policy {
     int horizon = 0;
     std::vector<double> cap;        // per stage, never above the problem's
     std::vector<double> released;   // per stage, at most the problem's: less keeps room by running W earlier
-    bool combine = false;           // F and B run as one where both can start at once
-    bool foresees = false;          // and where one of the two is waited for, if both are then over sooner
+    Pairing pairing = Pairing::kNever;
     bool paced = false;             // actions wait until the rendezvous link that their message takes will be free
     int group = 1;                  // micro-batches per chunk in the reference order of interleaved schedules
 };

@@ -23,10 +23,9 @@ constexpr std::int64_t kDispatchWeight = 8;
 constexpr std::int64_t kLaunchWeight = 24;
 constexpr std::int64_t kHeadsAndTailsWeight = 8;
 constexpr std::int64_t kBoundWeight = 2 * kHeadsAndTailsWeight;  // with and without caps
-// Where chunks have combined actions, a long search ends with one for another group.
+// Where chunks have combined actions, a long search chooses the group.
 constexpr std::int64_t kLong = 1000;  // least budget, in replays of the whole schedule
-constexpr double kUsualShare = 0.75;  // of the budget, for the usual group
-constexpr double kGroupsShare = 0.4;  // of the rest, at most, for comparing groups
+constexpr double kGroupsShare = 0.1;  // of the budget, at most, for comparing groups
 constexpr double kMemoryShare = 0.2;  // of the budget, at most, for holding less
 
 // Caps just above what hides the round trip from a stage to the last one and back, were it run at full speed.
@@ -117,7 +116,7 @@ private:
     bool local_round(LocalSearch& local);
     void redispatch();
     void save_memory();
-    double attempt(const Policy& policy);
+    double attempt(Policy policy);
     void consider(const Orders& orders, double makespan);
     void remember(const Orders& orders, double makespan);
     bool within_caps(const Orders& orders) const;
@@ -170,7 +169,6 @@ Policy Search::policy_with(const std::vector<double>& cap) const {
     policy.group = group_;
     policy.released = problem_.released;
     policy.paced = launch_.has_value();
-    policy.combine = policy.foresees = combines_;
     return policy;
 }
 
@@ -257,25 +255,24 @@ int Search::best_group() {
     return best;
 }
 
-// Returns the makespan; kNever if nothing was dispatched.
-double Search::attempt(const Policy& policy) {
-    if (!seeds_.empty() && (good_enough() || spent())) return kNever;
-    if (dispatcher_.run(policy) == kNever) return kNever;
+// Returns the least makespan; kNever if nothing was dispatched.
+double Search::attempt(Policy policy) {
     double least = kNever;
-    if (policy.combine) {  // and once more without, which hides slow links better
-        Policy apart = policy;
-        apart.combine = false;
-        least = attempt(apart);
-        if (good_enough() || spent()) return least;
-        dispatcher_.run(policy);
+    // What combines nothing hides slow links best.
+    for (const Pairing pairing : {Pairing::kNever, Pairing::kForeseen, Pairing::kPatient}) {
+        if (pairing != Pairing::kNever && !combines_) continue;
+        if (!seeds_.empty() && (good_enough() || spent())) return least;
+        policy.pairing = pairing;
+        if (dispatcher_.run(policy) == kNever) return least;
+        // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
+        const double makespan = makespan_of(dispatcher_.orders());
+        best_.simulated_actions += dispatch_actions();
+        if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
+        remember(dispatcher_.orders(), makespan);
+        consider(dispatcher_.orders(), makespan);
+        least = std::min(least, makespan);
     }
-    // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
-    const double makespan = makespan_of(dispatcher_.orders());
-    best_.simulated_actions += dispatch_actions();
-    if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
-    remember(dispatcher_.orders(), makespan);
-    consider(dispatcher_.orders(), makespan);
-    return std::min(least, makespan);
+    return least;
 }
 
 void Search::remember(const Orders& orders, double makespan) {
@@ -404,14 +401,7 @@ bool Search::within_caps(const Orders& orders) const {
 SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal) {
     const bool is_long = goal.budget >= kLong * actions_of(problem, split);
     const bool regroups = is_long && problem.chunks > 1 && !problem.combined_saving.empty();
-    Goal usual = goal;
-    if (regroups) usual.budget = static_cast<std::int64_t>(kUsualShare * goal.budget);
-    const SearchResult found = Search(problem, split, known, usual, false).run();
-    if (!regroups || found.orders.empty() || found.makespan <= enough(goal)) return found;
-    const Goal left{goal.bound, goal.gap, goal.budget - found.simulated_actions};
-    SearchResult other = Search(problem, split, {found.orders}, left, true).run();
-    other.simulated_actions += found.simulated_actions;
-    return other;
+    return Search(problem, split, known, goal, regroups).run();
 }
 
 }  // namespace adaptra

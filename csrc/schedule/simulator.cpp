@@ -118,7 +118,7 @@ Run dispatch(const Problem& problem) {
     policy.cap = problem.cap;
     policy.released = problem.released;
     policy.group = largest_group(problem, policy.split);
-    policy.combine = !problem.combined_saving.empty();
+    policy.pairing = problem.combined_saving.empty() ? Pairing::kNever : Pairing::kAtOnce;
     Dispatcher dispatcher(problem);
     Run found;
     if (policy.group > 0) found.makespan = dispatcher.run(policy);

@@ -168,6 +168,25 @@ def test_combined_plans_group_micro_batches_as_slow_links_and_caps_ask(
     assert planned.gap <= 0.03
 
 
+def test_weight_gradients_run_first_until_forwards_and_backwards_can_be_combined() -> None:
+    """More than half are, where the cap has room for half as much again as stock's order holds."""
+    slow = LinkCost(0.03)
+    costs = uniform_costs(
+        8,
+        32,
+        chunks=4,
+        forward_s=0.005,
+        backward_input_s=0.005,
+        backward_weight_s=0.00375,
+        links={(3, 4): slow, (4, 3): slow},
+        max_in_flight=60,
+        combined_saving=0.2,
+    )
+    planned = plan(costs)
+    assert_sound(planned, costs)
+    assert planned.gap <= 0.03
+
+
 @settings(max_examples=25, deadline=None)
 @given(costs=random_costs(varied=True, least_chunks=2, max_stages=4, rendezvous=True, combined=True))
 def test_a_longer_search_of_combined_plans_is_sound_repeatable_and_finds_nothing_slower(costs: Costs) -> None:
