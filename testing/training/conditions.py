@@ -24,7 +24,7 @@ from testing.faults.network.link_story import LinkFaultScenario, read_story
 from testing.faults.network.links import SlowLinks
 from testing.faults.network.path_flaps import PathFlaps
 from testing.faults.pauses import Pauses
-from testing.faults.planners import exact_times, prompt_planner
+from testing.faults.planners import cpu_times, exact_times, prompt_planner
 from testing.faults.slow_cells import CellSpeed, parse_slow_cell
 from testing.results import TrainingResult
 from testing.training.process_groups import stage_of_rank
@@ -54,10 +54,10 @@ class Conditions:
         if slow_cells and args.emulate_compute_ms is None:
             raise TrainingArgumentsError("--emulate-slow-cell multiplies compute times: give --emulate-compute-ms too")
         self._speed = CellSpeed(slow_cells, parallel_state.get_data_parallel_rank(), self._stage)
-        if args.emulate_exact_times and (args.emulate_compute_ms is None or args.sequences_vary):
+        if args.emulate_exact_times and args.emulate_compute_ms is not None and args.sequences_vary:
             raise TrainingArgumentsError(
-                "--emulate-exact-times reports emulated times of sequences of one length: give --emulate-compute-ms "
-                "too, and not --variable-seq-lengths with --mock-data-padded"
+                "--emulate-exact-times reports emulated times of sequences of one length: with --emulate-compute-ms, "
+                "do not give --variable-seq-lengths with --mock-data-padded"
             )
         self._compute = self._emulate_compute(args, stack)
         faults = [fault for text in args.emulate_slow_link for fault in parse_link_fault(text)]
@@ -113,6 +113,8 @@ class Conditions:
 
     def _emulate_compute(self, args: argparse.Namespace, stack: contextlib.ExitStack) -> EmulatedCompute | None:
         if args.emulate_compute_ms is None:
+            if args.emulate_exact_times:
+                stack.enter_context(cpu_times())
             return None
         compute = parse_compute(
             args.emulate_compute_ms,

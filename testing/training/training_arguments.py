@@ -153,7 +153,7 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--emulate-exact-times",
         action="store_true",
-        help="report the times of --emulate-compute-ms to the planner, in place of measured ones",
+        help="report the times of --emulate-compute-ms, or without it CPU times, to the planner, not measured ones",
     )
     group.add_argument(
         "--emulate-prompt-planner",
