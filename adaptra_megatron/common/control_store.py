@@ -181,7 +181,8 @@ class ControlStore:
         return Seal(self.secret, f"{self._prefix}/{place}")
 
     def unsealed(self, place: str) -> Any:
-        """Return a new client without a seal."""
+        """Return a new client without a seal. Raises RuntimeError if the store's server has ended."""
+        self.reach(self.timeout_s)
         return PrefixStore(f"{self._prefix}/{place}", self._store.clone())
 
     @contextmanager

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -85,3 +87,16 @@ def test_what_is_not_there_is_not_waited_for() -> None:
     assert not store.check(["a"])
     store.set("b", b"?")
     assert store.peek("b") == b"?"
+
+
+def test_a_client_of_a_server_that_has_ended_is_an_error_at_once() -> None:
+    """Torch tries for the store's own timeout, in which the rank that served it may have named its error long ago."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    timeout = timedelta(seconds=30)
+    control = ControlStore(dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout), SECRET, "job")
+    control.client("place").set("key", b"value")
+    del server
+    begun_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="the job's store at 127.0.0.1:.* cannot be reached"):
+        control.client("place")
+    assert time.monotonic() - begun_s < timeout.total_seconds() / 2
