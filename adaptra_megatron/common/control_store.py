@@ -165,9 +165,9 @@ class ControlStore:
         """Timeout of the job's store, in seconds: the one that torch.distributed was initialised with."""
         return float(self._store.timeout.total_seconds())
 
-    def client(self, place: str) -> SealedStore:
-        """Return a new client. `place`: prefix of its keys, equal for all clients that share them."""
-        return self._sealed(place, self.unsealed(place))
+    def client(self, place: str, within_s: float | None = None) -> SealedStore:
+        """Return a new client, as `unsealed`. `place`: prefix of its keys, equal for all clients that share them."""
+        return self._sealed(place, self.unsealed(place, within_s))
 
     def punctual(self, place: str, timeout_s: float) -> SealedStore:
         """Return a new client whose requests raise SilentStoreError if they are not answered within `timeout_s`."""
@@ -180,10 +180,9 @@ class ControlStore:
         """Return the seal of the values under `place`."""
         return Seal(self.secret, f"{self._prefix}/{place}")
 
-    def unsealed(self, place: str) -> Any:
-        """Return a new client without a seal. Raises RuntimeError if the store's server has ended."""
-        self.reach(self.timeout_s)
-        return PrefixStore(f"{self._prefix}/{place}", self._store.clone())
+    def unsealed(self, place: str, within_s: float | None = None) -> Any:
+        """Return a new client without a seal. `within_s`: see `reach`."""
+        return PrefixStore(f"{self._prefix}/{place}", self._new_client(within_s))
 
     @contextmanager
     def lent(self, place: str, timeout_s: float, *, sealed: bool = True) -> Iterator[Any]:
@@ -197,8 +196,7 @@ class ControlStore:
         try:
             client = self._spare.pop()
         except IndexError:
-            self.reach(timeout_s)
-            client = self._store.clone()
+            client = self._new_client(timeout_s)
         client.set_timeout(timedelta(seconds=max(_LEAST_S, timeout_s)))
         store = PrefixStore(f"{self._prefix}/{place}", client)
         if sealed:
@@ -210,8 +208,12 @@ class ControlStore:
         # borrower.
         self._spare.append(client)
 
-    def reach(self, timeout_s: float) -> None:
-        """Check that the store's server accepts a connection. Raises RuntimeError if it does not answer in time.
+    def _new_client(self, within_s: float | None) -> Any:
+        self.reach(within_s)
+        return self._store.clone()
+
+    def reach(self, within_s: float | None) -> None:
+        """Check that the server accepts a connection within this time (None: the store's timeout). Raises RuntimeError.
 
         Creating a client is no substitute: if the server has ended, it retries for the store's own, much longer
         timeout, and logs a stack trace each time.
@@ -221,7 +223,8 @@ class ControlStore:
             store = store.underlying_store
         if isinstance(store, TCPStore):
             try:
-                socket.create_connection((store.host, store.port), max(timeout_s, _LEAST_S)).close()
+                limit_s = max(self.timeout_s if within_s is None else within_s, _LEAST_S)
+                socket.create_connection((store.host, store.port), limit_s).close()
             except OSError as cause:
                 where = f"{store.host}:{store.port}"
                 raise dist.DistNetworkError(f"the job's store at {where} cannot be reached: {cause}") from cause

@@ -230,8 +230,7 @@ class LinkOpener:
         with self._reaching:
             control = self.control
             if self._client is None or self._client[0] is not control:
-                control.reach(self._settings.handshake_s)
-                self._client = control, control.client("openings")
+                self._client = control, control.client("openings", self._settings.handshake_s)
             return self._client[1]
 
     def _publish(self, store: SealedStore, peer: int, opening: Opening) -> None:

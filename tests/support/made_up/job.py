@@ -20,7 +20,7 @@ class ControlOver(ControlStore):
     def __init__(self, store: Any) -> None:
         super().__init__(store, SECRET, "job")
 
-    def unsealed(self, place: str) -> Any:
+    def unsealed(self, place: str, within_s: float | None = None) -> Any:
         return self._store
 
 
