@@ -72,6 +72,22 @@ def emulated_case(times_ms: tuple[int, int, int], latency_ms: int, released: flo
     )
 
 
+def combined_case(stages: int, chunks: int, micro_batches: int, latency_s: float, cap: float) -> Costs:
+    """F and I of 20 ms and W of 15 ms per stage, the middle link slow both ways; combined actions save a fifth."""
+    slow, middle = LinkCost(latency_s), stages // 2
+    return uniform_costs(
+        stages,
+        micro_batches,
+        chunks=chunks,
+        forward_s=0.02 / chunks,
+        backward_input_s=0.02 / chunks,
+        backward_weight_s=0.015 / chunks,
+        links={(middle - 1, middle): slow, (middle, middle - 1): slow},
+        max_in_flight=cap,
+        combined_saving=0.2,
+    )
+
+
 def interleaved_case(latency_ms: int, cap: float) -> Costs:
     """4 stages of 2 chunks, 16 micro-batches, 10 ms each, the middle link slow both ways."""
     slow = LinkCost(latency_ms / 1000)

@@ -7,7 +7,7 @@ import pytest
 from cp_sat_oracle import optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import emulated_case, roomy_case, tight_case
+from planner_cases import combined_case, emulated_case, roomy_case, tight_case
 from reference_simulator import random_costs
 
 from adaptra_megatron.schedule.classic import interleaved, interleaved_combined, one_f_one_b, zb_h1
@@ -120,18 +120,7 @@ def test_combined_plans_beat_stocks_order_healthy_and_over_a_slow_link(
     """Combining saves a fifth: within 3% of the bound where nothing is slow, and half as fast again over 60 ms."""
     stock = interleaved_combined(stages, micro_batches, chunks)
     for latency_s in (0.0, 0.06):
-        slow = LinkCost(latency_s)
-        costs = uniform_costs(
-            stages,
-            micro_batches,
-            chunks=chunks,
-            forward_s=0.02 / chunks,
-            backward_input_s=0.02 / chunks,
-            backward_weight_s=0.015 / chunks,
-            links={(stages // 2 - 1, stages // 2): slow, (stages // 2, stages // 2 - 1): slow},
-            max_in_flight=max(peak_in_flight(stock, 0.0)),
-            combined_saving=0.2,
-        )
+        costs = combined_case(stages, chunks, micro_batches, latency_s, max(peak_in_flight(stock, 0.0)))
         found, stock_s = plan(costs), simulate(stock, costs).makespan_s
         apart = plan(dataclasses.replace(costs, combined_saving=()))
         check_schedule(found.schedule, max_in_flight=costs.max_in_flight)
@@ -144,44 +133,15 @@ def test_combined_plans_beat_stocks_order_healthy_and_over_a_slow_link(
 
 
 @pytest.mark.parametrize(
-    ("stages", "micro_batches", "latency_ms", "cap"),
-    [(2, 6, 20, 6), (2, 6, 40, 6), (2, 6, 60, 6), (2, 6, 20, 8), (4, 10, 60, 4)],
+    ("stages", "chunks", "micro_batches", "latency_ms", "cap"),
+    [(2, 2, 6, 20, 6), (2, 2, 6, 40, 6), (2, 2, 6, 60, 6), (2, 2, 6, 20, 8), (4, 2, 10, 60, 4), (8, 4, 32, 30, 60)],
 )
 def test_combined_plans_group_micro_batches_as_slow_links_and_caps_ask(
-    stages: int, micro_batches: int, latency_ms: int, cap: float
+    stages: int, chunks: int, micro_batches: int, latency_ms: int, cap: float
 ) -> None:
-    """More micro-batches in turn than stages where links are slow, fewer under a tight cap: both near the bound."""
-    slow, middle = LinkCost(latency_ms / 1000), stages // 2
-    costs = uniform_costs(
-        stages,
-        micro_batches,
-        chunks=2,
-        forward_s=0.01,
-        backward_input_s=0.01,
-        backward_weight_s=0.0075,
-        links={(middle - 1, middle): slow, (middle, middle - 1): slow},
-        max_in_flight=cap,
-        combined_saving=0.2,
-    )
-    planned = plan(costs)
-    assert_sound(planned, costs)
-    assert planned.gap <= 0.03
-
-
-def test_weight_gradients_run_first_until_forwards_and_backwards_can_be_combined() -> None:
-    """More than half are, where the cap has room for half as much again as stock's order holds."""
-    slow = LinkCost(0.03)
-    costs = uniform_costs(
-        8,
-        32,
-        chunks=4,
-        forward_s=0.005,
-        backward_input_s=0.005,
-        backward_weight_s=0.00375,
-        links={(3, 4): slow, (4, 3): slow},
-        max_in_flight=60,
-        combined_saving=0.2,
-    )
+    """More micro-batches in turn than stages where links are slow, fewer under a tight cap: near the bound. In the last
+    case weight gradients also run first until a forward and a backward can be combined."""
+    costs = combined_case(stages, chunks, micro_batches, latency_ms / 1000, cap)
     planned = plan(costs)
     assert_sound(planned, costs)
     assert planned.gap <= 0.03
