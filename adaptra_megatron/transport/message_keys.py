@@ -179,7 +179,7 @@ class TwoPathTransport(Protocol):
 
     rank: int
     loop: ConnectionLoop
-    """Of this rank's connections; others may use it, too."""
+    """Event loop of this rank's connections. Other features may run coroutines in it."""
 
     @property
     def peers(self) -> Sequence[int]:

@@ -128,7 +128,7 @@ class Outbox:
         self._unsent = bytearray()
         self._interjected: list[Callable[[], object]] = []
         self._waits = False
-        """Whether a thread waits, and calls what is interjected."""
+        """True while a thread is in `wait_readable`, which calls what is interjected."""
         # A socket pair, because that thread sleeps in one poll() for this and for the channel.
         self._waker, self._woken = socket.socketpair()
 

@@ -276,7 +276,7 @@ class StragglerWatch:
         self._end()
 
     async def _come_and_go(self) -> None:
-        while self._acts and not self._ending.is_set():
+        while self._acts:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), self._pause_s())
                 break

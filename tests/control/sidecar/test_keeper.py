@@ -344,7 +344,7 @@ def test_what_is_interjected_is_called_once_even_as_a_wait_ends() -> None:
     called: list[int] = []
     with ours, theirs:
         outbox = Outbox(ours)
-        assert not outbox.interject(lambda: called.append(-1)), "nobody waits"
+        assert not outbox.interject(lambda: called.append(-1)), "no thread waits"
 
         def wait() -> None:
             while True:
