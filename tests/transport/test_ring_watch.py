@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import mmap
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 import numpy
 import pytest
 from ring_producer import message, write
+from transport_checks import until
 
 from adaptra_megatron.transport._ring import (
     DATA_TYPES,
@@ -22,7 +25,7 @@ from adaptra_megatron.transport._ring import (
     RingError,
     RingWatch,
 )
-from testing.faults.network.corrupted_rings import corrupt
+from testing.faults.network.corrupted_rings import PAGE, WORDS, corrupt
 
 SLOT = 4096
 LARGEST = 5 * SLOT
@@ -116,21 +119,24 @@ def test_waiting_in_vain_costs_hardly_anything(watch: RingWatch, inboxes: list[t
     assert time.process_time() - before_s < IN_VAIN_S / 3
 
 
+def waited_for(ring: Ring) -> bool:
+    """Return whether a thread waits for what comes."""
+    offset, form = WORDS["waiting for filled"]
+    with mmap.mmap(ring.fd, PAGE, prot=mmap.PROT_READ) as memory:
+        return struct.unpack_from(form, memory, offset) != (0,)
+
+
 def test_an_inbox_is_left_to_the_thread_that_waits_there(watch: RingWatch, inboxes: list[tuple[Inbox, Ring]]) -> None:
     box, ring = inboxes[0]
     got: list[Event | None] = []
     waiting = threading.Thread(target=lambda: got.append(box.next(ring, soon())))
     waiting.start()
-    time.sleep(0.1)
-    woken = threading.Thread(target=lambda: got.append(watch.next(inboxes, soon(0.5))))  # type: ignore[arg-type]
-    woken.start()
-    time.sleep(0.1)
-    ring.write_ack(5, soon())
+    until(lambda: waited_for(ring))
+    with aside(lambda: ring.write_ack(5, soon())):
+        assert watch.next(inboxes, soon(0.5)) is None
     waiting.join()
-    woken.join()
     assert got[0] is not None
     assert got[0].sequence == 5
-    assert got[1] is None
     ring.write_ack(6, soon())
     ring.write_ack(7, soon())
     assert (event := box.next(ring, soon())) is not None
