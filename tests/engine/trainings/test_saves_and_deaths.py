@@ -50,8 +50,8 @@ CASES = (
     Case("finalizing", SHORT, ((8, 5),), at_save=("4:3:finalizing",), given_up=(3,)),
     Case("finalizing-first", SHORT, ((8, 5),), at_save=("0:3:finalizing",), given_up=(3,)),
     Case("at-the-end", SHORT, ((3, 6), (6, 6), (8, 5)), at_save=("2:8:finalizing",), given_up=(8,)),
-    Case("rejoining", LASTING, ((6, 6), (8, 6)), ("1:1:2",), back=(3,), given_up=(3,)),
-    Case("rejoining-persistent", PERSISTENT, ((6, 6), (8, 6)), ("1:1:2",), back=(3,), given_up=(3,)),
+    Case("rejoining", LASTING, ((6, 6), (8, 6)), ("1:2:2",), back=(3,), given_up=(3,)),
+    Case("rejoining-persistent", PERSISTENT, ((6, 6), (8, 6)), ("1:2:2",), back=(3,), given_up=(3,)),
 )
 
 
