@@ -149,6 +149,9 @@ class FailureDetector:
         """Stalled ranks that are still to be reported."""
         self._latest = self._newest = records.newest()
         """`_latest` is set before the membership is compared, `_newest` after training has been interrupted."""
+        self._interrupting = threading.Lock()
+        """Held from a look at the present generation to the interruption that follows from it: it must not hit the next
+        generation, whose ranks would wait in vain for a change."""
         self._news = threading.Condition()
         self._closed, self._look = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="adaptra-membership", daemon=True)
@@ -160,13 +163,19 @@ class FailureDetector:
         with self._news:
             return self._newest
 
-    def compare(self) -> None:
-        """Interrupt the training thread if live ranks differ from those of its generation. Call it once groups of a
-        generation have been entered: the membership may have come before, while the end of the generation before was
-        still marked.
+    def enter(self, begin: Callable[[], None]) -> None:
+        """Enter the groups of a new generation by `begin`, which forgets that the one before has ended.
+
+        Interrupt the training thread at once if live ranks differ already: their membership may have come before.
         """
-        if self._latest is not None and self._live(self._latest) != self._generation().live:
-            self._interrupt()
+        with self._interrupting:
+            begin()
+        self._compare()
+
+    def _compare(self) -> None:
+        with self._interrupting:
+            if self._latest is not None and self._live(self._latest) != self._generation().live:
+                self._interrupt()
 
     def change(self, tried: frozenset[int]) -> Membership | None:
         """Wait for a membership whose live ranks differ from those `tried` last, and return it.
@@ -261,7 +270,7 @@ class FailureDetector:
             epoch = found.epoch
             # First: the interruption must not hit training that has begun with the new set.
             self._latest = found
-            self.compare()
+            self._compare()
             with self._news:
                 self._newest = found
                 self._news.notify_all()
@@ -273,5 +282,7 @@ class FailureDetector:
             store = self._control.in_generation(generation.id).client("liveness check")
             self._liveness = generation, store
         if self._requested is not generation and is_requested(self._liveness[1]):
-            self._requested = generation
-            self._interrupt()
+            with self._interrupting:
+                if self._generation() is generation:
+                    self._requested = generation
+                    self._interrupt()

@@ -173,12 +173,12 @@ class RecoveryManager:
             check_abort=self._check_abort,
         )
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
-        groups.begin(layout, self._control_of(self.generation), self._go_on)
+        present = self._control_of(self.generation)
+        self._detector.enter(functools.partial(groups.begin, layout, present, self._go_on))
         if joined is not None:
             self._known.update(joined.left)
             groups.leave()
-            groups.enter(self.generation, self._control_of(self.generation))
-        self._detector.compare()
+            self._detector.enter(functools.partial(groups.enter, self.generation, present))
 
     def enable_rejoin(self, hand_over: Callable[..., float], settings: Mapping[str, str]) -> None:
         """Let restarted ranks rejoin if they have the same `settings` (see `JobRecord`).
@@ -466,8 +466,7 @@ class RecoveryManager:
 
     def _enter(self, generation: Generation) -> None:
         self.epochs += 1
-        self._groups.enter(generation, self._control_of(generation))
-        self._detector.compare()
+        self._detector.enter(functools.partial(self._groups.enter, generation, self._control_of(generation)))
 
     def _exchange_results(self, generation: Generation) -> None:
         """Publish those results of operations outside of calls that other ranks lack, and find those that this rank

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that sees ranks fail interrupts the generation in which they lived, and never the next one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.made_up.job import SECRET, layout
+from torch.distributed import HashStore
+from transport_checks import until
+
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.membership import Departure, Membership
+from adaptra_megatron.elastic import failure_detection
+from adaptra_megatron.elastic.failure_detection import FailureDetector
+from adaptra_megatron.elastic.generation import after_failures, first_generation
+
+JOB = layout(((0, 1), (2, 3)), 0)
+EVERYBODY = Membership(0, 4, 0.0, ())
+WITHOUT_3 = EVERYBODY.without([Departure(3, 1, "a host", "was killed", 0.0)], 0.0)
+BEFORE = first_generation(JOB)
+AFTER = after_failures(JOB, WITHOUT_3, BEFORE)
+
+
+class Training:
+    """The training thread's part, with the memberships that its detector reads."""
+
+    def __init__(self) -> None:
+        self.generation, self.membership = BEFORE, EVERYBODY
+        self.ended, self.interrupted = threading.Event(), 0
+        self.meanwhile: Callable[[], object] = lambda: None
+        """What happens between the look that finds the end of a generation and the interruption."""
+        control = ControlStore(HashStore(), SECRET, "job")
+        self.detector = FailureDetector(
+            JOB,
+            control,
+            self,
+            5.0,
+            5.0,
+            lambda: self.generation,
+            self._interrupt,
+            lambda: None,  # type: ignore[arg-type]
+        )
+
+    def newest(self) -> Membership:
+        return self.membership
+
+    def enter_next(self) -> None:
+        self.generation = AFTER
+        self.detector.enter(self.ended.clear)
+
+    def enter_meanwhile(self) -> threading.Thread:
+        """Enter the next generation as soon as this can be, up to a while from now."""
+        thread = threading.Thread(target=self.enter_next)
+        thread.start()
+        thread.join(0.2)
+        return thread
+
+    def _interrupt(self) -> None:
+        self.meanwhile()
+        self.interrupted += 1
+        self.ended.set()
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    made = Training()
+    yield made
+    made.detector.close()
+
+
+def test_a_failure_ends_the_generation_at_hand_and_not_the_next(training: Training) -> None:
+    threads: list[threading.Thread] = []
+    training.meanwhile = lambda: threads.append(training.enter_meanwhile())
+    training.membership = WITHOUT_3
+    until(lambda: bool(threads) and not threads[0].is_alive())
+    assert training.interrupted == 1
+    assert not training.ended.is_set()
+
+
+def test_a_failure_that_was_seen_before_a_generation_is_entered_ends_it(training: Training) -> None:
+    training.membership = WITHOUT_3
+    until(lambda: training.interrupted == 1)
+    training.detector.enter(training.ended.clear)
+    assert training.ended.is_set()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_for_a_liveness_check_ends_its_own_generation_alone(
+    late: bool, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`late`: the next one has been entered by the time that the store has answered."""
+    asked: list[object] = []
+
+    def is_requested(store: object) -> bool:
+        if late and not asked:
+            training.enter_next()
+        asked.append(store)
+        return len(asked) == 1
+
+    if late:
+        training.membership = WITHOUT_3
+        until(lambda: training.interrupted == 1)
+    monkeypatch.setattr(failure_detection, "is_requested", is_requested)
+    monkeypatch.setattr(failure_detection, "_LOOKED_S", 0.0)
+    until(lambda: len(asked) > 1 if late else training.ended.is_set())
+    assert training.interrupted == 1
+    assert training.ended.is_set() is not late
