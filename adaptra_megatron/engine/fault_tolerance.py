@@ -293,19 +293,26 @@ class Recovery(IterationHooks):
         return replace(figures, lost=lost)
 
     def end(self, call: PipelineCall) -> None:
-        """See IterationHooks. The lowest live rank logs ranks that failed or rejoined."""
-        manager, pipeline = self.manager, self.pipeline
-        leads = pipeline.job.layout.rank == min(manager.generation.live)
-        moved = [move for each in pipeline.hooks if isinstance(each, Rerouting) for move in each.moved_from_dead]
-        failures = manager.rank_failures[self._failures_logged :] if leads else ()
-        for change in _membership_events(failures, manager.take_returns(), tuple(moved)):
-            pipeline.telemetry.log(change)
-        self._failures_logged = len(manager.rank_failures)
+        """See IterationHooks. The lowest live rank logs ranks that failed or rejoined, once routes are planned."""
+        moved = [each.moved_from_dead for each in self.pipeline.hooks if isinstance(each, Rerouting)]
+        if None not in moved or not self._leads:
+            self._log_changes([move for each in moved for move in each or ()])
+
+    @property
+    def _leads(self) -> bool:
+        return self.pipeline.job.layout.rank == min(self.manager.generation.live)
+
+    def _log_changes(self, moved: Sequence[Moved]) -> None:
+        failures = self.manager.rank_failures[self._failures_logged :] if self._leads else ()
+        for change in _membership_events(failures, self.manager.take_returns(), moved):
+            self.pipeline.telemetry.log(change)
+        self._failures_logged = len(self.manager.rank_failures)
 
     def fail(self, cause: BaseException) -> None:
         self.manager.end_with(cause)
 
     def close(self) -> None:
+        self._log_changes(())
         self.manager.close(well=not self.pipeline.has_failed)
 
 

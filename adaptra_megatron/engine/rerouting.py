@@ -320,10 +320,14 @@ class Rerouting(IterationHooks):
         check()  # what aborted all links as the generation before ended may have come before these
 
     @property
-    def moved_from_dead(self) -> tuple[Moved, ...]:
-        """Return the moves of the routes around dead cells, on the rank that planned them; () elsewhere."""
-        planned = None if self._degraded is None else self._degraded.planned
-        return () if planned is None else planned.moved
+    def moved_from_dead(self) -> tuple[Moved, ...] | None:
+        """Return the moves of the routes around dead cells; None on ranks that do not plan them, and until a training
+        iteration is planned.
+        """
+        if self._degraded is None:
+            return ()
+        planned = self._degraded.planned
+        return None if planned is None else planned.moved
 
     @property
     def swapped_micro_batches(self) -> int:

@@ -337,7 +337,7 @@ class RanksLost:
     seconds: float
     """Seconds from the detection of the failure until the interrupted iteration was run again."""
     moved: Sequence[Sequence[int]] = ()
-    """Moves of the new routes, as in `RoutesChosen`; empty if no training iteration has been planned yet."""
+    """Moves of the new routes, as in `RoutesChosen`; empty if no training iteration was planned after the failure."""
 
 
 @dataclass(frozen=True, kw_only=True)

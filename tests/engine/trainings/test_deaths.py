@@ -247,7 +247,7 @@ def test_a_restarted_rank_that_waits_for_a_lane_which_has_failed_ends_and_is_sta
     assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
     results = train(layout, tmp_path / "deaths", fork_server, ("5:1:2", "5:1:joining+0"), back=(2, 3, 4, 5))
     assert [result.returncode for result in results] == [0] * layout.world_size
-    assert "has died while rank 4" in results[4].output
+    assert "has failed while rank 4" in results[4].output
     assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
 
 
