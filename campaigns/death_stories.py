@@ -15,8 +15,8 @@ FIRST_DEATH, LAST_DEATH = 1, 3
 ADMISSION_MS, NEARLY_MS, IDLE_S, READY_S = 60, 8, 2, 10
 LATE = 0.6
 """Share of runs in which more is late than what their story is about."""
-A_LITTLE = ("collectives:0.2:10", "store:0.1:10", "threads:0.3:20", "messages:0.1:10")
-LONG = ("collectives:0.01:400", "store:0.01:300", "threads:0.1:200", "messages:0.02:200")
+A_LITTLE = ("collectives:0.2:10", "store:0.1:10", "threads:0.3:20", "messages:0.1:10", "interruptions:0.5:50")
+LONG = ("collectives:0.01:400", "store:0.01:300", "threads:0.1:200", "messages:0.02:200", "interruptions:0.5:300")
 
 
 @dataclass(frozen=True)

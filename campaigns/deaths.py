@@ -13,8 +13,8 @@ In many of the runs ranks that have died are started again, and from a random it
 ready. Ranks die again there, and as others are admitted: rejoining ranks, those that admit them, the one that sends the
 state. In the end all are in place, but for those that died in the last iterations, with the same numbers.
 
-In most runs collectives, requests to the job's store, starts of threads and messages are late at random, many a little
-or few for long. No run may leave a process behind. Exit status: 0 if everything held, 1 if not.
+In most runs collectives, requests to the job's store, starts of threads, messages and interruptions are late at random,
+many a little or few for long. No run may leave a process behind. Exit status: 0 if everything held, 1 if not.
 """
 
 from __future__ import annotations

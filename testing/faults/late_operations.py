@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delay collectives, requests to the job's store, starts of threads, and messages, as on a machine with too few cores.
+"""Delay collectives, requests to the job's store, starts of threads, messages, and interruptions of the training thread
+after failures, as on a machine with too few cores.
 
 A delayed collective begins late, in its group's order, after its launching thread has continued, so it also writes
 late. Delays are random (seeded), or one selected operation is delayed. The selected operation is held back until the
@@ -183,6 +184,7 @@ class LateRank:
     def __enter__(self) -> LateRank:
         from adaptra_megatron.common.control_store import ControlStore
         from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
+        from adaptra_megatron.elastic.recovery import RecoveryManager
         from adaptra_megatron.elastic.rejoin import RejoiningRank
 
         reason = "what is emulated is late"
@@ -200,6 +202,9 @@ class LateRank:
         if self._chances["threads"]:
             value = self._late_start(threading.Thread.start)
             replaced.append(Replacement(threading.Thread, "start", value, reason))
+        if self._chances["interruptions"]:
+            value = self._late_interruption(RecoveryManager._interrupt)
+            replaced.append(Replacement(RecoveryManager, "_interrupt", value, reason))
         if self._arrival is not None:
             value = self._late_arrival(RejoiningRank.stand_ready, self._arrival.longest_s)
             replaced.append(Replacement(RejoiningRank, "stand_ready", value, reason))
@@ -308,6 +313,15 @@ class LateRank:
             start(thread)
 
         return begun
+
+    def _late_interruption(self, interrupt: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(interrupt)
+        def late(manager: Any) -> None:
+            if delay_s := self._delay_s("interruptions"):
+                time.sleep(delay_s)
+            interrupt(manager)
+
+        return late
 
     def _late_arrival(self, stand_ready: Callable[..., Any], longest_s: float) -> Callable[..., Any]:
         @functools.wraps(stand_ready)

@@ -19,7 +19,7 @@ UNDER_WAY, LATE, WAITING, LAUNCHED = "under way", "late", "waiting", "launched"
 PRESENT = (UNDER_WAY, LATE, WAITING, LAUNCHED)
 """Gauges: collectives in progress; collectives held back; whether this rank waits for failed ranks to be ready; last
 launched operation (`note_launch`)."""
-KINDS = ("collectives", "store", "threads", "messages")
+KINDS = ("collectives", "store", "threads", "messages", "interruptions")
 """Counters of delayed operations by kind: see `Lateness`."""
 _COLUMNS = (*PRESENT, *KINDS)
 _COUNTS, _DEATHS = "operations", "deaths.jsonl"

@@ -231,6 +231,18 @@ def test_stores_groups_and_threads_of_the_package_are_late_while_it_lasts(tmp_pa
     assert (FaultTolerantGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start) == before
 
 
+def test_interruptions_after_failures_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaptra_megatron.elastic.recovery import RecoveryManager
+
+    interrupted: list[object] = []
+    monkeypatch.setattr(RecoveryManager, "_interrupt", interrupted.append)
+    manager: Any = object()
+    with LateRank([Lateness("interruptions", 1.0, 0.1)], tmp_path, 0, 1):
+        RecoveryManager._interrupt(manager)
+    assert interrupted == [manager]
+    assert read_lateness(tmp_path)["interruptions"] == 1
+
+
 def test_what_others_have_launched_is_known(tmp_path: Path) -> None:
     first, second = (OperationBoard(tmp_path, rank, 2) for rank in range(2))
     first.note_launch("a sum")
