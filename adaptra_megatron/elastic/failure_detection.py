@@ -170,12 +170,12 @@ class FailureDetector:
         """
         with self._interrupting:
             begin()
-        self._compare()
+            self._compare()
 
     def _compare(self) -> None:
-        with self._interrupting:
-            if self._latest is not None and self._live(self._latest) != self._generation().live:
-                self._interrupt()
+        """Interrupt the training thread if live ranks differ from its generation's. The caller holds the lock."""
+        if self._latest is not None and self._live(self._latest) != self._generation().live:
+            self._interrupt()
 
     def change(self, tried: frozenset[int]) -> Membership | None:
         """Wait for a membership whose live ranks differ from those `tried` last, and return it.
@@ -270,7 +270,8 @@ class FailureDetector:
             epoch = found.epoch
             # First: the interruption must not hit training that has begun with the new set.
             self._latest = found
-            self._compare()
+            with self._interrupting:
+                self._compare()
             with self._news:
                 self._newest = found
                 self._news.notify_all()

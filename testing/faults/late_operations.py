@@ -203,7 +203,7 @@ class LateRank:
             value = self._late_start(threading.Thread.start)
             replaced.append(Replacement(threading.Thread, "start", value, reason))
         if self._chances["interruptions"]:
-            value = self._late_interruption(RecoveryManager._interrupt)
+            value = _delayed(RecoveryManager._interrupt, functools.partial(self._delay_s, "interruptions"))
             replaced.append(Replacement(RecoveryManager, "_interrupt", value, reason))
         if self._arrival is not None:
             value = self._late_arrival(RejoiningRank.stand_ready, self._arrival.longest_s)
@@ -314,15 +314,6 @@ class LateRank:
 
         return begun
 
-    def _late_interruption(self, interrupt: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(interrupt)
-        def late(manager: Any) -> None:
-            if delay_s := self._delay_s("interruptions"):
-                time.sleep(delay_s)
-            interrupt(manager)
-
-        return late
-
     def _late_arrival(self, stand_ready: Callable[..., Any], longest_s: float) -> Callable[..., Any]:
         @functools.wraps(stand_ready)
         def late(*given: Any, **keywords: Any) -> Any:
@@ -342,15 +333,19 @@ class LateStore:
 
     def __getattr__(self, name: str) -> Any:
         """Return the store's method, delayed."""
-        method = getattr(self._store, name)
+        return _delayed(getattr(self._store, name), functools.partial(self._delay_s, "store"))
 
-        @functools.wraps(method)
-        def request(*given: Any, **keywords: Any) -> Any:
-            if delay_s := self._delay_s("store"):
-                time.sleep(delay_s)
-            return method(*given, **keywords)
 
-        return request
+def _delayed(function: Callable[..., Any], delay_s: Callable[[], float]) -> Callable[..., Any]:
+    """Return `function`, each call of which waits for `delay_s()` first."""
+
+    @functools.wraps(function)
+    def late(*given: Any, **keywords: Any) -> Any:
+        if pause_s := delay_s():
+            time.sleep(pause_s)
+        return function(*given, **keywords)
+
+    return late
 
 
 class Held:

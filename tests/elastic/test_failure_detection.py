@@ -31,17 +31,17 @@ class Training:
         self.generation, self.membership = BEFORE, EVERYBODY
         self.ended, self.interrupted = threading.Event(), 0
         self.meanwhile: Callable[[], object] = lambda: None
-        """What happens between the look that finds the end of a generation and the interruption."""
+        """Called between the check that finds a generation ended and the interruption."""
         control = ControlStore(HashStore(), SECRET, "job")
         self.detector = FailureDetector(
             JOB,
             control,
-            self,
+            self,  # type: ignore[arg-type]
             5.0,
             5.0,
             lambda: self.generation,
             self._interrupt,
-            lambda: None,  # type: ignore[arg-type]
+            lambda: None,
         )
 
     def newest(self) -> Membership:

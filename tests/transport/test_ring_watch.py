@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import mmap
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from adaptra_megatron.transport._ring import (
     RingError,
     RingWatch,
 )
-from testing.faults.network.corrupted_rings import PAGE, WORDS, corrupt
+from testing.faults.network.corrupted_rings import corrupt, is_set
 
 SLOT = 4096
 LARGEST = 5 * SLOT
@@ -119,19 +117,12 @@ def test_waiting_in_vain_costs_hardly_anything(watch: RingWatch, inboxes: list[t
     assert time.process_time() - before_s < IN_VAIN_S / 3
 
 
-def waited_for(ring: Ring) -> bool:
-    """Return whether a thread waits for what comes."""
-    offset, form = WORDS["waiting for filled"]
-    with mmap.mmap(ring.fd, PAGE, prot=mmap.PROT_READ) as memory:
-        return struct.unpack_from(form, memory, offset) != (0,)
-
-
 def test_an_inbox_is_left_to_the_thread_that_waits_there(watch: RingWatch, inboxes: list[tuple[Inbox, Ring]]) -> None:
     box, ring = inboxes[0]
     got: list[Event | None] = []
     waiting = threading.Thread(target=lambda: got.append(box.next(ring, soon())))
     waiting.start()
-    until(lambda: waited_for(ring))
+    until(lambda: is_set(ring.fd, "waiting for filled"))
     with aside(lambda: ring.write_ack(5, soon())):
         assert watch.next(inboxes, soon(0.5)) is None
     waiting.join()

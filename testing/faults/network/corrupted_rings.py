@@ -46,7 +46,7 @@ def corrupt_one_of(pid: int, number: int, word: str, way: int) -> int | None:
     first = number % max(len(rings), 1)
     for ring, path in rings[first:] + rings[:first]:
         with _opened(ring, path, os.O_RDWR) as descriptor:
-            if descriptor is not None and not _closed(descriptor):
+            if descriptor is not None and not is_set(descriptor, "closed"):
                 corrupt(descriptor, word, way)
                 return ring
     return None
@@ -58,7 +58,7 @@ def in_use(pid: int, ring: int) -> bool:
     if path is None:
         return False
     with _opened(ring, path, os.O_RDONLY) as descriptor:
-        return descriptor is not None and not _closed(descriptor)
+        return descriptor is not None and not is_set(descriptor, "closed")
 
 
 def rings_of(pid: int) -> dict[int, Path]:
@@ -86,6 +86,7 @@ def _opened(ring: int, path: Path, flags: int) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def _closed(descriptor: int) -> bool:
-    offset, form = WORDS["closed"]
+def is_set(descriptor: int, word: str) -> bool:
+    """Return whether a word of the ring behind `descriptor` is not 0."""
+    offset, form = WORDS[word]
     return any(os.pread(descriptor, struct.calcsize(form), offset))
