@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 from ortools.sat.python import cp_model
+from reference_simulator import unit_s
 
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.ir import Kind, Schedule
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.schedule.simulator import Simulation
 
-TICKS_PER_SECOND = 1000
+TICKS_PER_SECOND = 8000
 
 
 class Optimum(NamedTuple):
@@ -20,6 +23,10 @@ class Optimum(NamedTuple):
 
     proven_s: float
     found_s: float
+
+
+_Place = tuple[int, int]
+"""Virtual stage and micro-batch."""
 
 
 class _Action(NamedTuple):
@@ -37,10 +44,11 @@ def ticks(seconds: float) -> int:
 
 class Model:
     """A whole backward is an I as long as it, and a W of no length right after. There are none where they do no better
-    than I and W in one go: without `Costs.backward_s`, if input gradients add nothing to what is held.
+    than I and W in one go: without `Costs.backward_s` or combined actions, if input gradients add nothing to what is
+    held. The halves of a combined action start and end together, and only its F occupies the stage.
 
     F, I and W run in ascending micro-batch order, which loses nothing where all cost the same, and is the rule where
-    they do not. What a shared queue delays is left out.
+    they do not. What a shared queue delays is left out, and that messages leave before a combined action ends.
     """
 
     def __init__(self, costs: Costs, *, horizon_s: float) -> None:
@@ -56,13 +64,15 @@ class Model:
         }
         places = [(v, m) for v in range(self.virtual_stages) for m in range(costs.micro_batches)]
         adds = min(costs.released_at_backward_input) < 0.0
-        may_be_whole = costs.backward_s is not None or adds
+        may_be_whole = costs.backward_s is not None or adds or costs.can_combine
         self.whole = {place: self.model.new_bool_var("") for place in places} if may_be_whole else {}
+        self.pairs = self._pairs(places)
         self.actions = {
-            (kind, v, m): self._action(f"{kind}{v}.{m}", self._duration(kind, table, v, m))
+            (kind, v, m): self._action(kind, (v, m), self._duration(kind, table, v, m))
             for kind, table in tables.items()
             for v, m in places
         }
+        self._add_pairs()
         self._add_stages()
         self._add_messages()
         self.model.minimize(self.makespan)
@@ -76,23 +86,61 @@ class Model:
         solver.parameters.random_seed = 0
         solver.parameters.max_time_in_seconds = limit_s
         status = solver.solve(self.model)
+        assert status not in (cp_model.INFEASIBLE, cp_model.MODEL_INVALID), (
+            "the model excludes a schedule that is known to run"
+        )
         found = solver.objective_value if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else float(self.horizon)
         return Optimum(solver.best_objective_bound / TICKS_PER_SECOND, found / TICKS_PER_SECOND)
 
     def _duration(self, kind: Kind, table: str, v: int, m: int) -> cp_model.LinearExprT:
         stage, chunk = self.costs.placement.places[v]
         split = ticks(self.costs.micro_batch_s(table, stage, chunk)[m])
-        if kind is Kind.FORWARD or not self.whole:
+        if kind is Kind.FORWARD:
+            mine = {key: pair for key, pair in self.pairs.items() if key[0] == (v, m)}
+            if not mine:
+                return split
+            duration = self.model.new_int_var(0, self.horizon, "")
+            self.model.add(
+                duration == split + sum(pair * (self._pair_ticks(*key) - split) for key, pair in mine.items())
+            )
+            return duration
+        if not self.whole:
             return split
         whole = ticks(self.costs.micro_batch_s("backward_s", stage, chunk)[m]) if kind is Kind.BACKWARD_INPUT else 0
         return split + (whole - split) * self.whole[v, m]
 
-    def _action(self, name: str, duration: cp_model.LinearExprT) -> _Action:
-        start = self.model.new_int_var(0, self.horizon, f"{name}.start")
-        end = self.model.new_int_var(0, self.horizon, f"{name}.end")
-        interval = self.model.new_interval_var(start, duration, end, name)
+    def _action(self, kind: Kind, place: _Place, duration: cp_model.LinearExprT) -> _Action:
+        start, end = (self.model.new_int_var(0, self.horizon, f"{kind}{place}.{name}") for name in ("start", "end"))
+        alone = self.model.new_bool_var("")
+        behind = kind is Kind.BACKWARD_INPUT
+        self.model.add_exactly_one(alone, *(pair for key, pair in self.pairs.items() if behind and key[1] == place))
+        interval = self.model.new_optional_interval_var(start, duration, end, alone, "")
         self.model.add(end <= self.makespan)
         return _Action(start, end, interval)
+
+    def _pairs(self, places: Sequence[_Place]) -> dict[tuple[_Place, _Place, Kind], cp_model.IntVar]:
+        """Whether an F is combined with a B, or with an I: it comes after all forwards of that one's micro-batch."""
+        stage_of = self.costs.placement.stage_of
+        return {
+            (ahead, behind, kind): self.model.new_bool_var("")
+            for ahead, behind in itertools.product(places if self.costs.can_combine else (), repeat=2)
+            if stage_of[ahead[0]] == stage_of[behind[0]] and ahead[1] > behind[1]
+            for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        }
+
+    def _pair_ticks(self, ahead: _Place, behind: _Place, kind: Kind) -> int:
+        (stage, chunk), (_, other) = (self.costs.placement.places[v] for v, _ in (ahead, behind))
+        unit = Action(stage, Kind.FORWARD, chunk, ahead[1], True), Action(stage, kind, other, behind[1])
+        return ticks(unit_s(self.costs, unit))
+
+    def _add_pairs(self) -> None:
+        for (ahead, behind, kind), pair in self.pairs.items():
+            forward, backward = self.actions[(Kind.FORWARD, *ahead)], self.actions[(Kind.BACKWARD_INPUT, *behind)]
+            self.model.add(forward.start == backward.start).only_enforce_if(pair)
+            self.model.add(forward.end == backward.end).only_enforce_if(pair)
+            self.model.add(self.whole[behind] == int(kind is Kind.BACKWARD)).only_enforce_if(pair)
+        for place in {ahead for ahead, _, _ in self.pairs}:
+            self.model.add_at_most_one(pair for key, pair in self.pairs.items() if key[0] == place)
 
     def _add_stages(self) -> None:
         costs = self.costs
@@ -166,13 +214,17 @@ class Model:
     def _add_hint(self, simulation: Simulation) -> None:
         schedule: Schedule = simulation.schedule
         for order, starts in zip(schedule.orders, simulation.start_s, strict=True):
-            for action, start_s in zip(order, starts, strict=True):
+            for position, (action, start_s) in enumerate(zip(order, starts, strict=True)):
                 v = schedule.placement.virtual_stage(action.stage, action.chunk)
                 is_whole = action.kind is Kind.BACKWARD
                 kind = Kind.BACKWARD_INPUT if is_whole else action.kind
                 self.model.add_hint(self.actions[kind, v, action.micro_batch].start, ticks(start_s))
                 if self.whole and kind is Kind.BACKWARD_INPUT:
                     self.model.add_hint(self.whole[v, action.micro_batch], is_whole)
+                if action.combined:
+                    behind = order[position + 1]
+                    other = schedule.placement.virtual_stage(behind.stage, behind.chunk), behind.micro_batch
+                    self.model.add_hint(self.pairs[(v, action.micro_batch), other, behind.kind], True)
 
 
 def optimum(costs: Costs, known: Simulation, *, limit_s: float) -> Optimum:

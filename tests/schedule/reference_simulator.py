@@ -262,10 +262,11 @@ def random_costs(
 ) -> Costs:
     """Any costs: some actions and links may take no time at all.
 
-    In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory. `added`:
-    input gradients may add to what is held. `whole`: whole backwards may have seconds of their own. `rendezvous`: links
-    may be such ones, and stages may share a queue. `placed`: virtual stages may be on any stages. `varied`:
-    micro-batches may differ. `combined`: actions may be combined, at a saving or a loss.
+    In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory, and
+    messages leave at the end of combined actions. `added`: input gradients may add to what is held. `whole`: whole
+    backwards may have seconds of their own. `rendezvous`: links may be such ones, and stages may share a queue.
+    `placed`: virtual stages may be on any stages. `varied`: micro-batches may differ. `combined`: actions may be
+    combined, at a saving or a loss.
     """
     stages = draw(st.integers(1, max_stages))
     chunks = draw(st.integers(least_chunks, max_chunks))
@@ -293,7 +294,9 @@ def random_costs(
         row = st.tuples(*[factor] * micro_batches)
         return tuple(tuple(draw(row) for _ in range(chunks)) for _ in range(stages))
 
-    saving = st.sampled_from([0.0, 0.125, 0.25, 0.5, -0.125]) | st.floats(-0.2, 0.5)
+    saving = st.sampled_from([0.0, 0.125, 0.25, 0.5, -0.125])
+    saving = saving if whole_milliseconds else saving | st.floats(-0.2, 0.5)
+    sends_at = st.just(1.0) if whole_milliseconds else st.sampled_from([0.25, 0.5, 0.875, 1.0])
     savings = st.tuples(*[st.tuples(*[saving] * chunks)] * chunks)
     names = ("forward_s", "backward_input_s", "backward_weight_s")
     return Costs(
@@ -314,5 +317,5 @@ def random_costs(
         serial_queue=shared and draw(st.booleans()),
         custom_placement=placement,
         combined_saving=tuple(draw(savings) for _ in range(stages)) if combined else (),
-        combined_sends_at=draw(st.sampled_from([0.25, 0.5, 0.875, 1.0])) if combined else 1.0,
+        combined_sends_at=draw(sends_at) if combined else 1.0,
     )

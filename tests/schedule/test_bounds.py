@@ -63,15 +63,18 @@ def _without_caps(costs: Costs) -> Costs:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(
-    costs=random_costs(
-        varied=True,
-        max_stages=3,
-        max_micro_batches=4,
-        max_chunks=2,
-        whole_milliseconds=True,
-        added=True,
-        whole=True,
-        placed=True,
+    costs=st.booleans().flatmap(
+        lambda combined: random_costs(
+            varied=True,
+            max_stages=3,
+            max_micro_batches=4,
+            max_chunks=2,
+            whole_milliseconds=True,
+            added=True,
+            whole=True,
+            placed=not combined,
+            combined=combined,
+        )
     )
 )
 def test_the_exact_optimum_does_not_beat_the_bound(costs: Costs) -> None:
