@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout, LayoutRecord, host_identity
@@ -21,11 +21,14 @@ from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import START_VARIABLE, Arrival, Departure, MembershipRecords, Readiness
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import packed, unpacked
-from adaptra_megatron.elastic.failure_errors import EpochEndedError, UnrecoverableError
+from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, UnrecoverableError, is_communication
 from adaptra_megatron.elastic.generation import Generation, refuse_lost_stages
 from adaptra_megatron.elastic.job_abort import check_abort
+from adaptra_megatron.elastic.process_group_manager import interruptible
 from adaptra_megatron.elastic.protocol import Await, AwaitAll, Done, Interrupted, Phase, Put, PutOnce, Rank, Ticket
 from adaptra_megatron.elastic.protocol_store import ALL_GENERATIONS, ProtocolStore, awaited
+
+Made = TypeVar("Made")
 
 PATIENCE_S = 4.5
 """Longest time that the others wait for a rejoining process, beyond the transfer of its state. The process may be
@@ -205,6 +208,22 @@ class RejoiningRank:
             name = self.layout.name(self.layout.rank)
             raise EpochEndedError(f"a rank has failed while {name} was to take its place")
         time.sleep(_LOOKS_S)
+
+    def wait(self, joined: JoinResult, make: Callable[[], Made], what: str) -> Made:
+        """Return the result of `make`, which waits for other ranks. `what`: see `interruptible`.
+
+        Raises EpochEndedError if a rank fails meanwhile, and the other errors of `interruptible`.
+        """
+        check = functools.partial(self.check, joined)
+        try:
+            return interruptible(make, check, self.timeout_s, what)
+        except Exception as cause:
+            if is_communication(cause) and not isinstance(cause, (EpochEndedError, LateRankError)):
+                # A broken connection may be seen before the departure of the rank at its other end, which explains it.
+                deadline_s = time.monotonic() + PATIENCE_S
+                while time.monotonic() < deadline_s:
+                    check()
+            raise
 
     def meet(self, joined: JoinResult) -> None:
         """Meet the other ranks once this process has the job's state. From then on all train together.

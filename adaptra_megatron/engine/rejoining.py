@@ -29,7 +29,6 @@ from adaptra_megatron.control.clocks import RelatedClock
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.elastic.failure_errors import LateRankError, of_backend
 from adaptra_megatron.elastic.generation import Generation
-from adaptra_megatron.elastic.process_group_manager import interruptible
 from adaptra_megatron.elastic.rejoin import PATIENCE_S, JoinResult, RejoiningLateError, RejoiningRank
 from adaptra_megatron.engine.training_job import Counters, Job, JobEntry, Result
 from adaptra_megatron.megatron.megatron_call import PipelineCall
@@ -126,9 +125,6 @@ class Joining(NamedTuple):
         """Job as the process's pipeline sees it."""
         return joined_job(self.joined, self.rejoining.timeout_s)
 
-    def check(self) -> None:
-        self.rejoining.check(self.joined)
-
     def meet(self) -> None:
         self.rejoining.meet(self.joined)
 
@@ -149,8 +145,8 @@ class RejoiningEntry(JobEntry):
         return joined.control.in_generation(joined.generation.id)
 
     def wait(self, wait: Callable[[], Result], what: str) -> Result:
-        """See JobEntry. Raises the errors of `Joining.check` if other ranks of the cell fail before they come."""
-        return interruptible(wait, self._joining.check, self._joining.rejoining.timeout_s, what)
+        """See JobEntry. Raises the errors of `RejoiningRank.wait` if other ranks of the cell fail before they come."""
+        return self._joining.rejoining.wait(self._joining.joined, wait, what)
 
 
 class Handing(NamedTuple):
@@ -470,7 +466,8 @@ def rejoin_job(rejoining: RejoiningRank, training: Training) -> tuple[Joining, M
             optimizer.hold_copy(layout, fill=False)
     joined = rejoining.stand_ready()
     begun_s = time.monotonic()
-    progress, counters, running = interruptible(
+    progress, counters, running = rejoining.wait(
+        joined,
         functools.partial(
             take_over,
             training,
@@ -480,8 +477,6 @@ def rejoin_job(rejoining: RejoiningRank, training: Training) -> tuple[Joining, M
             joined.before,
             rejoining.timeout_s,
         ),
-        functools.partial(rejoining.check, joined),
-        rejoining.timeout_s,
         "the state of the job",
     )
     logger.info("%s: has the state of the job after %.2f s", layout.name(layout.rank), time.monotonic() - begun_s)

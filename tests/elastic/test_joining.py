@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adaptra_megatron.common.membership import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.elastic.failure_errors import UnrecoverableError
+from adaptra_megatron.elastic.failure_errors import EpochEndedError, UnrecoverableError, of_backend
 from adaptra_megatron.elastic.process_group_manager import live_groups
-from adaptra_megatron.elastic.rejoin import refuse_other_settings
+from adaptra_megatron.elastic.rejoin import RejoiningRank, refuse_other_settings
 from adaptra_megatron.engine.rejoining import settings_of
 
 
@@ -44,3 +46,20 @@ def test_a_job_that_does_not_survive_failures_lets_none_in(reroute: str, monkeyp
     monkeypatch.setenv(START_VARIABLE, "1")
     with pytest.raises(UnrecoverableError, match=f"rank 3 has been started again .* --adaptra-reroute {reroute} it"):
         live_groups(AdaptraConfig(reroute=reroute))
+
+
+def test_a_broken_connection_is_explained_by_the_departure_that_is_known_later() -> None:
+    """Torch's error would end the process without a word on the rank that has failed."""
+    rejoining, looks = object.__new__(RejoiningRank), iter((None, None, "departed"))
+    # Nothing is known before the error, however long its thread takes.
+    rejoining._records = SimpleNamespace(newest=lambda: next(looks) if sys.exc_info()[0] else None)
+    rejoining.layout, rejoining.timeout_s = SimpleNamespace(rank=1, name=lambda rank: f"rank {rank}"), 60.0
+    joined: Any = SimpleNamespace(rank=SimpleNamespace(is_struck_by=lambda membership: membership == "departed"))
+
+    def broken() -> None:
+        with of_backend():
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(EpochEndedError, match="a rank has failed while rank 1 was to take its place") as found:
+        rejoining.wait(joined, broken, "the state")
+    assert "Connection closed" in str(found.value.__context__)

@@ -206,7 +206,7 @@ def test_parameters_of_16_bits_are_those_after_the_last_step_where_a_rank_is_bac
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("death", "said"),
-    [("0:0:sending+0", "has died while rank 1 "), ("1:1:receiving+0", "not admitted after")],
+    [("0:0:sending+0", "has failed while rank 1 "), ("1:1:receiving+0", "not admitted after")],
     ids=["source", "rejoining"],
 )
 def test_a_hand_over_that_is_broken_off_is_done_again(
