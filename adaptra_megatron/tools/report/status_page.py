@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -106,12 +106,14 @@ def status_findings(events: Sequence[StampedEvent], seconds: Mapping[int, float]
     then the detector measures healthy levels anew.
     """
     latest: dict[object, StampedEvent] = {}
+    name: object
     for found in events:
         event = found.event
         if isinstance(event, LinkDetection):
             latest["link", event.pipeline, event.source, event.target, event.path] = found
         elif isinstance(event, StageDetection):
-            latest["stage", event.pipeline, event.stage] = found
+            name = "stage", event.pipeline, event.stage
+            latest[name] = _since_its_state_began(latest.get(name), found)
         elif isinstance(event, StragglerDetection):
             latest["replica", event.replica] = found
         elif isinstance(event, PathChanged):
@@ -129,6 +131,19 @@ def status_findings(events: Sequence[StampedEvent], seconds: Mapping[int, float]
         else _finding(alike[0], changed)
         for alike in cables.values()
     ]
+
+
+def _since_its_state_began(before: StampedEvent | None, found: StampedEvent) -> StampedEvent:
+    """Return a stage's event with the iteration in which its state began, which its reason takes as known.
+
+    An event on a level alone is of one kind of actions, which may even be one that is no longer slow.
+    `before`: the stage's event before it, if any.
+    """
+    event = found.event
+    assert isinstance(event, StageDetection)
+    if before is None or event.before != event.after:
+        return found
+    return replace(found, event=replace(event, since_iteration=began_at(before)))
 
 
 def _unhealthy(event: object) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def test_a_rank_that_is_delayed_is_named(
     start_ranks: Callable[..., list[RankResult]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a busy machine others may have been slow in truth: they are not judged."""
+    """On a busy machine others may have been slow in truth, and its other actions before: they are not judged."""
     run = tmp_path / "run"
     training = (
         "--pipeline-model-parallel-size 2 --num-layers 2 --mock-data --no-gradient-accumulation-fusion "
@@ -49,4 +50,7 @@ def test_a_rank_that_is_delayed_is_named(
     stages = {
         each["stage"]: each for each in json.loads(capsys.readouterr().out)["findings"] if each["kind"] == "stage"
     }
-    assert DELAYED <= stages[1]["since_iteration"] <= DELAYED + 2
+    # An iteration is named where it is not that of the whole stage.
+    forward = re.search(r"F of chunk 0 takes [\d.]+ ms(?: since iteration (\d+))?,", stages[1]["reason"])
+    assert forward is not None, stages[1]["reason"]
+    assert DELAYED <= int(forward[1] or stages[1]["since_iteration"]) <= DELAYED + 2

@@ -73,6 +73,19 @@ def test_a_healthy_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureF
     }
 
 
+def test_a_stage_is_slow_since_its_first_actions_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Later events tell of its other actions, one of which heals; the reason names iterations but the first."""
+    slow = StageDetection(stage=1, before="healthy", after="slow", reason="B takes 2 ms", pipeline=3, since_iteration=4)
+    more = replace(slow, before="slow", since_iteration=8, reason="B takes 2 ms; F takes 64 ms since iteration 9")
+    less = replace(more, since_iteration=20)
+    healed, again = replace(slow, before="slow", after="healthy"), replace(more, before="healthy")
+    for events, since in (((slow, more, less), 4), ((slow, healed, again, less), 8)):
+        write_events(tmp_path, [(HEALTHY, 9), *((event, 10) for event in events)], ended=False)
+        said = status(tmp_path, capsys, healthy=False)
+        text = f"stage 1 of the pipeline of rank 3 is slow since iteration {since}: {more.reason}"
+        assert said["slow"] == [text]
+
+
 def test_what_is_slow_is_named_until_it_heals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage = StageDetection(stage=2, before="healthy", after="slow", reason="1.4 times as long", pipeline=3)
     moved = PathChanged(source=0, target=1, before="device", after="host", cause="no answer", failover=True)
