@@ -189,8 +189,7 @@ class RecoveryManager:
         """
         self.hand_over = hand_over
         if self.epochs == 0 and self._layout.rank == min(self._layout.workers) and not self._rank.call:
-            with self._records.lent(self._timeout_s) as records:
-                records.publish_layout(packed(JobRecord(self._layout.record(), settings)))
+            self._records.clone().publish_layout(packed(JobRecord(self._layout.record(), settings)))
 
     def take_returns(self) -> Sequence[Return]:
         """Return the readmissions since the last call. The list is empty except on the lowest rank that trained before
@@ -290,8 +289,7 @@ class RecoveryManager:
             case AwaitChange():
                 return Changed(self._change(request.tried))
             case LookUp():
-                with self._records.lent(self._timeout_s) as records:
-                    return Changed(records.of_epoch(request.epoch))
+                return Changed(self._records.clone().of_epoch(request.epoch))
         try:
             return self._answer_from_store(request)
         except RejoiningLateError as late:
@@ -505,8 +503,7 @@ class RecoveryManager:
             self.admitted()
             if leads:
                 note_admitted(self._store, before.ticket)
-                with self._records.lent(self._timeout_s) as records:
-                    records.say_admitted(before.next.admitted)
+                self._records.clone().say_admitted(before.next.admitted)
                 self._returns.append(back)
         if not leads:
             return
