@@ -49,7 +49,7 @@ def test_a_job_that_does_not_survive_failures_lets_none_in(reroute: str, monkeyp
 
 
 def test_a_broken_connection_is_explained_by_the_departure_that_is_known_later() -> None:
-    """Torch's error would end the process without a word on the rank that has failed."""
+    """Torch's error does not name the rank that has failed."""
     rejoining, looks = object.__new__(RejoiningRank), iter((None, None, "departed"))
     # Nothing is known before the error, however long its thread takes.
     rejoining._records = SimpleNamespace(newest=lambda: next(looks) if sys.exc_info()[0] else None)

@@ -16,6 +16,7 @@ from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.schedule.simulator import Simulation
 
 TICKS_PER_SECOND = 8000
+"""Eighths of milliseconds: what combined actions of the tests save are such shares of whole milliseconds."""
 
 
 class Optimum(NamedTuple):
@@ -99,6 +100,7 @@ class Model:
             mine = {key: pair for key, pair in self.pairs.items() if key[0] == (v, m)}
             if not mine:
                 return split
+            self.model.add_at_most_one(mine.values())
             duration = self.model.new_int_var(0, self.horizon, "")
             self.model.add(
                 duration == split + sum(pair * (self._pair_ticks(*key) - split) for key, pair in mine.items())
@@ -119,7 +121,10 @@ class Model:
         return _Action(start, end, interval)
 
     def _pairs(self, places: Sequence[_Place]) -> dict[tuple[_Place, _Place, Kind], cp_model.IntVar]:
-        """Whether an F is combined with a B, or with an I: it comes after all forwards of that one's micro-batch."""
+        """Return variables that say whether an F is combined with a B or an I of its stage.
+
+        The F is of a later micro-batch, because a backward needs all forwards of its own.
+        """
         stage_of = self.costs.placement.stage_of
         return {
             (ahead, behind, kind): self.model.new_bool_var("")
@@ -139,8 +144,6 @@ class Model:
             self.model.add(forward.start == backward.start).only_enforce_if(pair)
             self.model.add(forward.end == backward.end).only_enforce_if(pair)
             self.model.add(self.whole[behind] == int(kind is Kind.BACKWARD)).only_enforce_if(pair)
-        for place in {ahead for ahead, _, _ in self.pairs}:
-            self.model.add_at_most_one(pair for key, pair in self.pairs.items() if key[0] == place)
 
     def _add_stages(self) -> None:
         costs = self.costs

@@ -74,7 +74,7 @@ def test_a_healthy_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_stage_is_slow_since_its_first_actions_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later events tell of its other actions, one of which heals; the reason names iterations but the first."""
+    """Later events are of its other actions, one of which heals; the reason names all iterations but the first."""
     slow = StageDetection(stage=1, before="healthy", after="slow", reason="B takes 2 ms", pipeline=3, since_iteration=4)
     more = replace(slow, before="slow", since_iteration=8, reason="B takes 2 ms; F takes 64 ms since iteration 9")
     less = replace(more, since_iteration=20)
