@@ -27,15 +27,18 @@ MODEL = (
     "--num-layers 8 --global-batch-size 16 --micro-batch-size 4 --mock-data --no-gradient-accumulation-fusion "
     f"--distributed-backend gloo --train-iters {ITERATIONS} --eval-iters 1 --eval-interval 15"
 )
+OURS = "--adaptra --emulate-prompt-planner"
+"""Each iteration waits for its decision: else the last may be over before the planner process has started, and no costs
+are known."""
 STOCK = {"stock": "", "stock again": ""}
 HOST = {
-    "host path, shm": "--adaptra --adaptra-host-transport shm --adaptra-path host",
-    "host path, tcp": "--adaptra --adaptra-host-transport tcp --adaptra-path host",
+    "host path, shm": f"{OURS} --adaptra-host-transport shm --adaptra-path host",
+    "host path, tcp": f"{OURS} --adaptra-host-transport tcp --adaptra-path host",
 }
 ALONE, WITH_HOST_PATH = "device path alone", "device path with shm"
 DEVICE = {
-    ALONE: "--adaptra --adaptra-host-transport off --adaptra-queue-model shared",
-    WITH_HOST_PATH: "--adaptra --adaptra-host-transport shm",
+    ALONE: f"{OURS} --adaptra-host-transport off --adaptra-queue-model shared",
+    WITH_HOST_PATH: f"{OURS} --adaptra-host-transport shm",
 }
 EQUAL = "losses, parameters and optimizer state are stock's, bit for bit"
 FRACTION = 0.9
