@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -67,16 +67,20 @@ class DeadlineStore:
     abandoned and all further requests raise.
     """
 
-    def __init__(self, store: Any, timeout_s: float) -> None:
-        """`timeout_s`: longest time of each request."""
-        self._store, self._timeout_s = store, timeout_s
-        self._silent = False
+    def __init__(self, connect: Callable[[], Any], timeout_s: float) -> None:
+        """`connect`: makes the client, as the first request. `timeout_s`: longest time of each request."""
+        self._timeout_s, self._silent = timeout_s, False
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_answer, args=(self._requests,), name="adaptra-store", daemon=True).start()
+        try:
+            self.client = self._ask(connect)
+        except BaseException:
+            self.close()
+            raise
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return the store's method of this name, wrapped to raise SilentStoreError by the deadline."""
-        method = getattr(self._store, name)
+        """Return the client's method of this name, wrapped to raise SilentStoreError by the deadline."""
+        method = getattr(self.client, name)
 
         def request(*arguments: Any) -> Any:
             return self._ask(lambda: method(*arguments))
@@ -171,7 +175,7 @@ class ControlStore:
 
     def punctual(self, place: str, timeout_s: float) -> SealedStore:
         """Return a new client whose requests raise SilentStoreError if they are not answered within `timeout_s`."""
-        return self._sealed(place, DeadlineStore(self.unsealed(place), timeout_s))
+        return self._sealed(place, DeadlineStore(lambda: self.unsealed(place), timeout_s))
 
     def _sealed(self, place: str, store: Any) -> SealedStore:
         return SealedStore(store, self.secret, f"{self._prefix}/{place}")
@@ -181,7 +185,7 @@ class ControlStore:
         return Seal(self.secret, f"{self._prefix}/{place}")
 
     def unsealed(self, place: str, within_s: float | None = None) -> Any:
-        """Return a new client without a seal. `within_s`: see `reach`."""
+        """Return a new client without a seal. `within_s`: longest time to connect; None: the store's timeout."""
         return PrefixStore(f"{self._prefix}/{place}", self._new_client(within_s))
 
     @contextmanager
@@ -200,7 +204,7 @@ class ControlStore:
         client.set_timeout(timedelta(seconds=max(_LEAST_S, timeout_s)))
         store = PrefixStore(f"{self._prefix}/{place}", client)
         if sealed:
-            with closing(DeadlineStore(store, timeout_s)) as punctual:
+            with closing(DeadlineStore(lambda: store, timeout_s)) as punctual:
                 yield self._sealed(place, punctual)
         else:
             yield store
@@ -209,11 +213,14 @@ class ControlStore:
         self._spare.append(client)
 
     def _new_client(self, within_s: float | None) -> Any:
-        self.reach(within_s)
-        return self._store.clone()
+        limit_s = self.timeout_s if within_s is None else within_s
+        self.reach(limit_s)
+        # A stopped server accepts connections, and torch waits for its answer to the first request without end.
+        with closing(DeadlineStore(self._store.clone, max(limit_s, _LEAST_S))) as connected:
+            return connected.client
 
-    def reach(self, within_s: float | None) -> None:
-        """Check that the server accepts a connection within this time (None: the store's timeout). Raises RuntimeError.
+    def reach(self, within_s: float) -> None:
+        """Check that the server accepts a connection within this time. Raises RuntimeError.
 
         Creating a client is no substitute: if the server has ended, it retries for the store's own, much longer
         timeout, and logs a stack trace each time.
@@ -223,23 +230,13 @@ class ControlStore:
             store = store.underlying_store
         if isinstance(store, TCPStore):
             try:
-                limit_s = max(self.timeout_s if within_s is None else within_s, _LEAST_S)
-                socket.create_connection((store.host, store.port), limit_s).close()
+                socket.create_connection((store.host, store.port), max(within_s, _LEAST_S)).close()
             except OSError as cause:
                 where = f"{store.host}:{store.port}"
                 raise dist.DistNetworkError(f"the job's store at {where} cannot be reached: {cause}") from cause
 
 
-class Store(Protocol):
-    """Interface of torch.distributed's stores, as far as it is used here."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set `key` to `desired` if its value is `expected`, or if it has no value and `expected` is empty; return its
-        new value.
-        """
-
-
-def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> bytes:
+def job_secret(store: Any, environment: Mapping[str, str] = os.environ) -> bytes:
     """Return the job's secret, the same on every rank: from the launcher's file, or else from the job's store.
 
     The first rank that asks for it creates it in the store. Raises SecretError if other users can read the file, or if
@@ -249,7 +246,7 @@ def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> byt
         return _secret_of(path)
     mine = secrets.token_hex(SECRET_NBYTES)
     # The first rank sets it; all others get the same value back.
-    found = store.compare_set(_SECRET_KEY, "", mine)
+    found: bytes = store.compare_set(_SECRET_KEY, "", mine)
     if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SECRET_NBYTES), found) is None:
         raise SecretError(
             f"the job's store has {len(found)} bytes under {_SECRET_KEY!r} that are no secret of this release: install "

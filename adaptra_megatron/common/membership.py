@@ -16,7 +16,8 @@ launcher's coordinator writes them, unless stated otherwise:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistStoreError
 
-from adaptra_megatron.common.control_store import job_secret
+from adaptra_megatron.common.control_store import DeadlineStore, job_secret
 from adaptra_megatron.common.environment import START_VARIABLE as START_VARIABLE
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
@@ -149,11 +150,11 @@ class MembershipRecords:
         )
         return cls(launch_store(store, environment["TORCHELASTIC_RUN_ID"]))
 
-    def clone(self) -> MembershipRecords:
-        """Return the records over a new connection, for another thread. Raises RuntimeError if the store cannot be
-        reached.
-        """
-        return MembershipRecords(self._store.clone())
+    @contextmanager
+    def lent(self, timeout_s: float) -> Iterator[MembershipRecords]:
+        """Lend the records over a new connection, for another thread. `timeout_s`, errors: see `DeadlineStore`."""
+        with closing(DeadlineStore(self._store.clone, timeout_s)) as store:
+            yield MembershipRecords(self._store.over(store))
 
     def publish(self, membership: Membership) -> None:
         """Write the record of a new epoch. For the coordinator alone. Raises RuntimeError if the store does."""

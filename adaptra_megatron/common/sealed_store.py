@@ -73,9 +73,9 @@ class SealedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def clone(self) -> SealedStore:
-        """Return another client of the store with the same seal."""
-        return SealedStore(self._store.clone(), self._secret, self._place)
+    def over(self, store: Any) -> SealedStore:
+        """Return the same store over another client of torch's, such as the clone of this one's."""
+        return SealedStore(store, self._secret, self._place)
 
     def set(self, key: str, value: bytes, /) -> None:
         """Store `value` under `key`. This and the other methods raise RuntimeError if the store cannot be reached."""

@@ -189,7 +189,8 @@ class RecoveryManager:
         """
         self.hand_over = hand_over
         if self.epochs == 0 and self._layout.rank == min(self._layout.workers) and not self._rank.call:
-            self._records.clone().publish_layout(packed(JobRecord(self._layout.record(), settings)))
+            with self._records.lent(self._timeout_s) as records:
+                records.publish_layout(packed(JobRecord(self._layout.record(), settings)))
 
     def take_returns(self) -> Sequence[Return]:
         """Return the readmissions since the last call. The list is empty except on the lowest rank that trained before
@@ -289,7 +290,8 @@ class RecoveryManager:
             case AwaitChange():
                 return Changed(self._change(request.tried))
             case LookUp():
-                return Changed(self._records.clone().of_epoch(request.epoch))
+                with self._records.lent(self._timeout_s) as records:
+                    return Changed(records.of_epoch(request.epoch))
         try:
             return self._answer_from_store(request)
         except RejoiningLateError as late:
@@ -503,7 +505,8 @@ class RecoveryManager:
             self.admitted()
             if leads:
                 note_admitted(self._store, before.ticket)
-                self._records.clone().say_admitted(before.next.admitted)
+                with self._records.lent(self._timeout_s) as records:
+                    records.say_admitted(before.next.admitted)
                 self._returns.append(back)
         if not leads:
             return

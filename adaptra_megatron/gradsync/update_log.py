@@ -135,7 +135,7 @@ class UpdateLog:
         self._updates = Updates(len(replicas), max_staleness)
         self._decider = ModeDecider(len(replicas), kinds, max_staleness)
         self._reader, self._seal = control.unsealed(_PLACE), control.seal(_PLACE)
-        self._writer = DeadlineStore(control.unsealed(_PLACE), timeout_s)
+        self._writer = DeadlineStore(lambda: control.unsealed(_PLACE), timeout_s)
         self._read = 0
         self._reached = self._handed_in = self._own_arrivals = 0
         self._changed = threading.Condition()

@@ -52,7 +52,7 @@ def main() -> None:
     records = MembershipRecords.of_rank(TIMEOUT_S)
     manager = RecoveryManager(layout, ControlStore.of_job("job"), groups, records, TIMEOUT_S, 10.0)
     if rank >= 2:
-        look_last(manager, records.clone())
+        look_last(manager, MembershipRecords.of_rank(TIMEOUT_S))
 
     def attempt(generation: Generation, number: int) -> None:
         dist.all_reduce(torch.zeros(1), group=lanes[rank % 2])

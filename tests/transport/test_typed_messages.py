@@ -125,7 +125,7 @@ def test_another_client_of_a_sealed_store_is_sealed_too() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours = SealedStore(dist.PrefixStore("here", served), SECRET, "here")
     ours.set("a", b"content")
-    other = ours.clone()
+    other = ours.over(ours.clone())
     assert other.get("a") == b"content"
     served.set("here/a", b"of a peer")
     with pytest.raises(TamperedError):

@@ -120,6 +120,8 @@ def test_a_link_that_changes_what_it_carries_is_not_connected() -> None:
 class CountingStore:
     """torch.distributed's in-process store, and how often each thread has asked it something."""
 
+    timeout = timedelta(seconds=60)
+
     def __init__(self, store: Any = None, counts: Counter[tuple[str, str]] | None = None) -> None:
         self._store = store if store is not None else dist.HashStore()
         self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
