@@ -143,9 +143,6 @@ def decide() -> None:
     first, other = exchange_of(plan_of), exchange_of(lambda _: Decision(-1))
     for iteration in range(6):
         if iteration >= DELAY:
-            # All ranks have handed in iteration - 2 long ago: the leader decides on it before it is asked.
-            _until_published(first, iteration)
-            _until_published(other, iteration)
             number = iteration - DELAY + 1
             assert first.early_decision(iteration) == Decision(number, plan(number))
             assert first.decision(iteration) == Decision(number, plan(number))
@@ -153,7 +150,9 @@ def decide() -> None:
         assert first.early_decision(iteration + DELAY) is None
         for exchange in (first, other):
             exchange.post(iteration, measurement(iteration))
-        dist.barrier()
+        # Before the next is posted: a late leader would decide on both at once.
+        for exchange in (first, other):
+            _until_published(exchange, iteration + DELAY)
     if dist.get_rank() == 0:
         assert seen[:4] == [[(stage, [float(iteration)]) for stage in range(3)] for iteration in range(4)]
     else:
@@ -252,8 +251,7 @@ def fail_to_plan() -> None:
         if iteration >= DELAY:
             decisions.append(exchange.decision(iteration))
         exchange.post(iteration, measurement(iteration))
-        dist.barrier()
-        time.sleep(0.2)
+        _until_published(exchange, iteration + DELAY)
     assert decisions == [Decision(7, plan(7), paths=paths)] + [Decision(7, paths=paths)] * 2
     dist.barrier()
     exchange.close()
