@@ -25,9 +25,11 @@ from adaptra_megatron.transport._ring import die_with_parent
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
 from adaptra_megatron.transport.device_session.pair_group import PairGroup, PairWork
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
+from adaptra_megatron.transport.dual_path.two_paths import PathSwitch
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings
+from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings, ProbeTimes
 from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
+from testing.replacing import Replaced, Replacement
 
 FAILOVER_S = 20.0
 """Before a message's own deadline. How long it takes, `make soak` measures."""
@@ -250,9 +252,14 @@ def measured(make: Make) -> None:
 
 
 def _measure_in_peace(transport: HostTransport, path: Path) -> None:
-    peer, found = 1 - dist.get_rank(), []
-    transport.measure(peer)
-    transport.measure(peer)  # once is enough: they go one after the other
+    peer, found, measure = 1 - dist.get_rank(), list[ProbeTimes](), PathSwitch.measure
+
+    def twice(switch: PathSwitch, device: torch.device) -> None:
+        measure(switch, device)
+        measure(switch, device)  # does nothing: the probes go one after the other, and none can be over meanwhile
+
+    with Replaced([Replacement(PathSwitch, "measure", twice, "both within the link's lock")]):
+        transport.measure(peer)
     until(lambda: bool(found.extend(transport.take_probes()) or found), f"no probe measured the {path.value} path")
     assert [(probe.peer, probe.path) for probe in found] == [(peer, path)] * PathSettings.measuring_probes
     sent_s = [probe.sent_s for probe in found]
