@@ -109,11 +109,10 @@ def status_findings(events: Sequence[StampedEvent], seconds: Mapping[int, float]
     name: object
     for found in events:
         event = found.event
-        if isinstance(event, LinkDetection):
-            latest["link", event.pipeline, event.source, event.target, event.path] = found
-        elif isinstance(event, StageDetection):
-            name = "stage", event.pipeline, event.stage
-            latest[name] = _since_its_state_began(latest.get(name), found)
+        if isinstance(event, LinkDetection | StageDetection):
+            place = (event.source, event.target, event.path) if isinstance(event, LinkDetection) else event.stage
+            name = type(event), event.pipeline, place
+            latest[name] = _since_its_state_began(latest.get(name), found, event)
         elif isinstance(event, StragglerDetection):
             latest["replica", event.replica] = found
         elif isinstance(event, PathChanged):
@@ -133,14 +132,14 @@ def status_findings(events: Sequence[StampedEvent], seconds: Mapping[int, float]
     ]
 
 
-def _since_its_state_began(before: StampedEvent | None, found: StampedEvent) -> StampedEvent:
-    """Return a stage's event with the iteration in which its state began, which its reason takes as known.
+def _since_its_state_began(
+    before: StampedEvent | None, found: StampedEvent, event: LinkDetection | StageDetection
+) -> StampedEvent:
+    """Return an event with the iteration in which the state began, which its reason takes as known.
 
-    An event on a level alone is of one kind of actions, which may even be one that is no longer slow.
-    `before`: the stage's event before it, if any.
+    An event on a level alone names that of the level, and a stage's is of one kind of actions, which may even be one
+    that is no longer slow. `before`: the last event of the same link or stage, if any.
     """
-    event = found.event
-    assert isinstance(event, StageDetection)
     if before is None or event.before != event.after:
         return found
     return replace(found, event=replace(event, since_iteration=began_at(before)))

@@ -86,6 +86,15 @@ def test_a_stage_is_slow_since_its_first_actions_are(tmp_path: Path, capsys: pyt
         assert said["slow"] == [text]
 
 
+def test_a_link_is_slow_since_its_first_level_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    worse = replace(SLOW_LINK, before="slow", reason="90 ms since iteration 7", since_iteration=7)
+    other = replace(worse, path="host")
+    for events, since in (((SLOW_LINK, worse), 4), ((SLOW_LINK, other), 4), ((other,), 7)):
+        write_events(tmp_path, [(HEALTHY, 9), *((event, 10) for event in events)], ended=False)
+        (said,) = status(tmp_path, capsys, healthy=False)["slow"]
+        assert f" is slow since iteration {since}: " in said
+
+
 def test_what_is_slow_is_named_until_it_heals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage = StageDetection(stage=2, before="healthy", after="slow", reason="1.4 times as long", pipeline=3)
     moved = PathChanged(source=0, target=1, before="device", after="host", cause="no answer", failover=True)
