@@ -81,6 +81,7 @@ def give_up(team: StageTeam) -> None:
 
 def lose_a_follower(team: StageTeam) -> None:
     """The leader gets an error that names which one, at the latest when it drops its decision."""
+    dist.barrier()  # the others may still connect the team when one has
     if dist.get_rank() == FOLLOWERS[1]:
         os.kill(os.getpid(), signal.SIGKILL)
     if team.leads:
