@@ -117,9 +117,10 @@ def test_a_process_that_does_not_end_is_not_waited_for_without_end(monkeypatch: 
             word.wait_for_end()
             assert time.monotonic() - begun_s >= 0.3
         process.kill()
+    monkeypatch.setattr(job_abort, "_GOES_S", 60.0)
     begun_s = time.monotonic()
     replace(here, process=2**22 + 1).wait_for_end()
-    assert time.monotonic() - begun_s < 0.3
+    assert time.monotonic() - begun_s < 10.0
 
 
 def test_an_error_is_logged_by_the_package(caplog: pytest.LogCaptureFixture) -> None:

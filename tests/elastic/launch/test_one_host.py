@@ -13,6 +13,7 @@ import pytest
 from launches import Launches, until
 
 from adaptra_megatron.common.membership import MembershipRecords, Readiness, Stalled
+from adaptra_megatron.elastic.launch.launch_messages import JOB_KEY, JobState, read
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 
 
@@ -117,7 +118,15 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
     first = int(launches.until("pid-0-1", launched))
     records = MembershipRecords.of_rank(10.0, environment)
     records.publish_layout(b"layout")
-    time.sleep(1.0)  # more than a beat, so that the launcher knows
+
+    def beats(after: int) -> bool:
+        state = read(records._store, JOB_KEY, JobState)
+        return state is not None and state.admits_restarted and state.beat > after
+
+    until(lambda: beats(0), lambda: launched.output)
+    state = read(records._store, JOB_KEY, JobState)
+    assert state is not None
+    until(lambda: beats(state.beat), lambda: launched.output)  # the launcher has read that one before
     os.kill(first, signal.SIGKILL)
     assert records.wait_beyond(0, 10.0) is not None
     records.report(Stalled((1,), "stalled", {}))  # late: of the process that is dead
