@@ -5,7 +5,8 @@ Ranks are the product's own (`protocol.Rank`), one for each cell, and so is how 
 are the store, and the memory in which a late operation writes. A step is one look at what others do, or one word for
 them, with what a rank does by itself before it: the order of that and of others' steps is no matter. Looks of a rank go
 together with its next word, and its failure comes before both. Each state is explored once. What no rank can look at
-any more is left out of a state.
+any more is left out of a state. Ranks of one stage that never lead are alike: states that differ by who of them is who
+are one (Emerson and Sistla, FMSD 9, 1996).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
@@ -21,6 +23,7 @@ from adaptra_megatron.elastic import generation as generations
 from adaptra_megatron.elastic.failure_errors import UnrecoverableError
 from adaptra_megatron.elastic.protocol import (
     COMMIT,
+    Agreement,
     Arrive,
     Arrived,
     Attempt,
@@ -38,6 +41,7 @@ from adaptra_megatron.elastic.protocol import (
     Put,
     PutOnce,
     Rank,
+    Ticket,
 )
 
 READY = Readiness(0, 0, "host", "boot/net")
@@ -84,6 +88,8 @@ class Process(NamedTuple):
     """Turn of an attempt whose operation may still write."""
     arrival: int = 0
     """Epoch of the membership in which it stands ready, of one that is started again."""
+    source: int | None = None
+    """Rank that sends it its parameters, once it has received half of them."""
 
 
 Key = tuple[generations.GenerationId | None, str]
@@ -264,9 +270,12 @@ class Model:
                     if generations.live_ranks(state.layout, membership, state.generation.admitted) != tried:
                         sees = process._replace(seen=membership.epoch)
                         yield f"sees epoch {membership.epoch}", self._answered(world, rank, sees, Changed(membership))
-            case Put(generation, key, value):
-                wrote = world._replace(store={**world.store, (generation, key): value})
-                yield f"puts {key}", self._answered(wrote, rank, process, Done())
+            case Put():
+                for turned in _in_any_order(state):
+                    put = turned.request
+                    assert isinstance(put, Put)
+                    wrote = world._replace(store={**world.store, (put.generation, put.key): put.value})
+                    yield f"puts {put.key}", self._answered(wrote, rank, process._replace(state=turned), Done())
             case PutOnce(generation, key, word):
                 if word.startswith(COMMIT) and not all(
                     (state.attempt, each) in world.came for each in state.generation.live
@@ -300,27 +309,24 @@ class Model:
             yield f"arrives, knowing epoch {newest.epoch}", self._answered(wrote, rank, arrives, Arrived(last, newest))
 
     def _handed_over(self, world: World, rank: int, process: Process) -> Steps:
-        """The state goes half by half from the lowest live rank of the stage, which may train on meanwhile."""
+        """The state goes half by half from a live rank of the stage, which may train on meanwhile: the lowest, but here
+        from any of them, so that they are alike."""
         state = process.state
         assert state is not None
         if state.phase is Phase.HANDING_OVER:
             yield "hands over", self._answered(world, rank, process, Done())
             return
-        stage = state.layout.cell.stage
-        peers = (each for each in sorted(state.before) if state.layout.workers[each].cell.stage == stage)
-        source = world.processes[next(peers)]
-        if source.state is None:
-            return
-        begun = (
-            source.state.phase in _GIVES
-            and source.state.next is not None
-            and source.state.next.id == state.generation.id
-        )
-        if process.steps[0] < 0 and begun:
-            yield "receives the first half", self._with(world, rank, process._replace(steps=(source.steps[0], -1)))
-        elif process.steps[0] >= 0:
-            whole = process._replace(steps=(process.steps[0], source.steps[1]))
-            yield "receives the second half", self._answered(world, rank, whole, Done())
+        sources = sorted(state.before) if process.source is None else [process.source]
+        for each in sources:
+            source = world.processes[each]
+            if state.layout.workers[each].cell.stage != state.layout.cell.stage or source.state is None:
+                continue
+            if process.source is not None:
+                whole = process._replace(steps=(process.steps[0], source.steps[1]), source=None)
+                yield "receives the second half", self._answered(world, rank, whole, Done())
+            elif source.state.phase in _GIVES and source.state.next and source.state.next.id == state.generation.id:
+                half = process._replace(steps=(source.steps[0], -1), source=each)
+                yield f"receives the first half from {each}", self._with(world, rank, half)
 
     def _faults(self, world: World) -> Steps:
         newest, scope = world.memberships[-1], self.scope
@@ -435,16 +441,45 @@ class Model:
         return world._replace(store=store, came=came)
 
     def _key(self, world: World) -> int:
+        names = self._names(world)
         newest = world.memberships[-1]
         first = min((each.seen for each in world.processes if each.state is not None), default=newest.epoch)
         members = tuple(
-            (len(each.left), tuple((back.rank, back.epoch) for back in each.arrived))
+            (len(each.left), tuple((names[back.rank], back.epoch) for back in each.arrived))
             for each in world.memberships[first:]
         )
-        left = tuple((each.rank, each.epoch) for each in newest.left)
-        processes = tuple((each.state and _state_key(each.state), *each[1:]) for each in world.processes)
-        store = frozenset((key, value if isinstance(value, str) else repr(value)) for key, value in world.store.items())
-        return hash((processes, store, world.came, left, members, world.failures, world.admissions, world.lates))
+        left = tuple((names[each.rank], each.epoch) for each in newest.left)
+        processes: list[Any] = [None] * len(names)
+        for rank, each in enumerate(world.processes):
+            source = each.source if each.source is None else names[each.source]
+            processes[names[rank]] = each.state and _state_key(each.state, names), *each[1:-1], source
+        store = frozenset(
+            (_renamed_key(key, names), _renamed_value(value, names)) for key, value in world.store.items()
+        )
+        came = frozenset((name, names[rank]) for name, rank in world.came)
+        counts = world.failures, world.admissions, world.lates
+        return hash((tuple(processes), store, came, left, members, counts))
+
+    def _names(self, world: World) -> tuple[int, ...]:
+        """Return a number for each rank: its own in the first stage, whose lowest live rank leads; by what it has done
+        in the others. Ranks that have done the same keep their order."""
+        came: dict[int, list[str]] = {rank: [] for rank in range(len(world.processes))}
+        for name, rank in world.came:
+            came[rank].append(name)
+        replicas, newest = self.scope.replicas, world.memberships[-1]
+        left = {each.rank: each.epoch for each in newest.left}
+
+        def done(rank: int) -> tuple[int, int]:
+            process = world.processes[rank]
+            state = process.state
+            here = state and (state.call, state.turn, state.phase, state.attempted, state.generation.id, state.due)
+            further = state and state.next and state.next.id, left.get(rank), tuple(sorted(came[rank]))
+            return rank // replicas, hash((here, process[1:-1], further))
+
+        names = list(range(len(world.processes)))
+        for number, rank in enumerate(sorted(names[replicas:], key=done), replicas):
+            names[rank] = number
+        return tuple(names)
 
 
 def _may_be_met(generation: generations.GenerationId | None, oldest: generations.GenerationId, meets: set[Any]) -> bool:
@@ -494,14 +529,59 @@ def _only_looks(before: Rank, after: Rank | None, label: str) -> bool:
             return False
 
 
-def _state_key(state: Rank) -> Any:
+def _in_any_order(state: Rank) -> Iterator[Rank]:
+    """Return `state`, or where it calls several in, with each of them as the next: the lowest, but ranks are alike."""
+    if state.phase is not Phase.CALLING_IN:
+        yield state
+        return
+    for first in state.open:
+        yield replace(state, open=(first, *(each for each in state.open if each != first)))
+
+
+Names = tuple[int, ...]
+
+
+def _state_key(state: Rank, names: Names) -> Any:
     here, met = state.generation, state.next
+    called = state.phase is Phase.CALLING_IN
     return (
-        *(state.call, state.turn, state.phase, state.inside, state.attempted, state.due, state.open, state.rank),
-        (here.id, here.live, tuple(sorted(here.admitted.items())), tuple(sorted(here.refused.items()))),
-        None if met is None else (met.id, met.live),
+        *(state.call, state.turn, state.phase, state.inside, state.attempted, state.due),
+        tuple(sorted(names[int(each)] for each in state.open)) if called else state.open,
+        (here.id, _renamed(here.live, names), _epochs(here.admitted, names), _epochs(here.refused, names)),
+        None if met is None else (met.id, _renamed(met.live, names)),
         None if state.agreement is None else (state.agreement.committed, state.agreement.turn),
     )
+
+
+def _epochs(epochs: Mapping[int, int], names: Names) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((names[rank], epoch) for rank, epoch in epochs.items()))
+
+
+@cache
+def _renamed(ranks: frozenset[int], names: Names) -> frozenset[int]:
+    return frozenset(names[rank] for rank in ranks)
+
+
+@cache
+def _renamed_key(key: Key, names: Names) -> Any:
+    generation, text = key
+    kind, *rest = text.split("/")
+    return generation, (text if kind == "fate" or not rest else (kind, names[int(rest[0])], *rest[1:]))
+
+
+def _renamed_value(value: Any, names: Names) -> Any:
+    match value:
+        case str():
+            return value
+        case HandedIn():
+            return value.attempted, value.turn, value.call
+        case Agreement():
+            return value.committed, value.turn
+        case Ticket():
+            ranks = (_renamed(frozenset(each), names) for each in (value.live, value.before))
+            epochs = (_epochs(each, names) for each in (value.admitted, value.refused))
+            return value.membership, value.admission, value.call, value.turn, *ranks, *epochs
+    raise AssertionError(value)
 
 
 def numbered_by_membership(original: Callable[..., Any]) -> Callable[..., Any]:
