@@ -554,7 +554,7 @@ def _state_key(state: Rank, names: Names) -> Any:
 
 
 def _epochs(epochs: Mapping[int, int], names: Names) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted((names[rank], epoch) for rank, epoch in epochs.items()))
+    return tuple(sorted((names[rank], epoch) for rank, epoch in epochs.items())) if epochs else ()
 
 
 @cache

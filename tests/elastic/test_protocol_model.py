@@ -85,7 +85,7 @@ def test_invariants_hold_in_some_orders_of_two_failures_and_two_admissions(repli
     [
         (Scope(3, 1, failures=2, admissions=2), 100_000),
         (Scope(3, 2, failures=2, admissions=0), 1_000_000),
-        (Scope(3, 2, failures=1, admissions=1), 1_000_000),
+        (Scope(3, 2, failures=1, admissions=1), 500_000),
         (Scope(2, 2, failures=2, admissions=2), 1_000_000),
     ],
 )
