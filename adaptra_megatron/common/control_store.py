@@ -214,9 +214,14 @@ class ControlStore:
 
     def _new_client(self, within_s: float | None) -> Any:
         limit_s = self.timeout_s if within_s is None else within_s
-        self.reach(limit_s)
+
+        def connect() -> Any:
+            # Right before: torch would try to connect to a server that has ended for the store's whole timeout.
+            self.reach(limit_s)
+            return self._store.clone()
+
         # A stopped server accepts connections, and torch waits for its answer to the first request without end.
-        with closing(DeadlineStore(self._store.clone, max(limit_s, _LEAST_S))) as connected:
+        with closing(DeadlineStore(connect, max(limit_s, _LEAST_S))) as connected:
             return connected.client
 
     def reach(self, within_s: float) -> None:
