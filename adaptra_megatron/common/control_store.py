@@ -208,16 +208,14 @@ class ControlStore:
                 yield self._sealed(place, punctual)
         else:
             yield store
-        # Only reached without an error: a client with an unanswered request would give its late answer to the next
-        # borrower.
+        # Not after an error: the next borrower would take a late answer to its request for one to its own.
         self._spare.append(client)
 
     def _new_client(self, within_s: float | None) -> Any:
         limit_s = self.timeout_s if within_s is None else within_s
 
         def connect() -> Any:
-            # Right before: torch would try to connect to a server that has ended for the store's whole timeout.
-            self.reach(limit_s)
+            self.reach(limit_s)  # torch would try to reach a server that has ended for the store's whole timeout
             return self._store.clone()
 
         # A stopped server accepts connections, and torch waits for its answer to the first request without end.
