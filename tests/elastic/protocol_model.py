@@ -95,6 +95,9 @@ class Process(NamedTuple):
 Key = tuple[generations.GenerationId | None, str]
 """In the store: of a generation, or of the job."""
 
+Names = tuple[int, ...]
+"""Number of each rank, by rank: see `Model._names`."""
+
 
 class World(NamedTuple):
     """A state of the whole job."""
@@ -460,7 +463,7 @@ class Model:
         counts = world.failures, world.admissions, world.lates
         return hash((tuple(processes), store, came, left, members, counts))
 
-    def _names(self, world: World) -> tuple[int, ...]:
+    def _names(self, world: World) -> Names:
         """Return a number for each rank: its own in the first stage, whose lowest live rank leads; by what it has done
         in the others. Ranks that have done the same keep their order."""
         came: dict[int, list[str]] = {rank: [] for rank in range(len(world.processes))}
@@ -536,9 +539,6 @@ def _in_any_order(state: Rank) -> Iterator[Rank]:
         return
     for first in state.open:
         yield replace(state, open=(first, *(each for each in state.open if each != first)))
-
-
-Names = tuple[int, ...]
 
 
 def _state_key(state: Rank, names: Names) -> Any:

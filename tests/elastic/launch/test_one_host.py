@@ -119,14 +119,14 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
     records = MembershipRecords.of_rank(10.0, environment)
     records.publish_layout(b"layout")
 
-    def beats(after: int) -> bool:
+    def beat() -> int:
+        """Of the launcher, since it knows the layout; 0 before."""
         state = read(records._store, JOB_KEY, JobState)
-        return state is not None and state.admits_restarted and state.beat > after
+        return state.beat if state is not None and state.admits_restarted else 0
 
-    until(lambda: beats(0), lambda: launched.output)
-    state = read(records._store, JOB_KEY, JobState)
-    assert state is not None
-    until(lambda: beats(state.beat), lambda: launched.output)  # the launcher has read that one before
+    until(beat, lambda: launched.output)
+    known = beat()
+    until(lambda: beat() > known, lambda: launched.output)  # the launcher has read that one before
     os.kill(first, signal.SIGKILL)
     assert records.wait_beyond(0, 10.0) is not None
     records.report(Stalled((1,), "stalled", {}))  # late: of the process that is dead
