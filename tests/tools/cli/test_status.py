@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.made_up.runs import write_events, write_replicas
@@ -28,6 +28,7 @@ from adaptra_megatron.telemetry.events import (
     StageDetection,
     StragglerDetection,
 )
+from adaptra_megatron.tools.cli import run_commands
 from adaptra_megatron.tools.cli.main import main
 
 HEALTHY = IterationsTimed(first=0, seconds=[9.0, *[2.0] * 9])
@@ -302,12 +303,17 @@ def test_a_cable_is_one_finding_with_what_it_touches_costs_and_what_would_help(
 def test_following_ends_with_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "time", lambda: 130.0)  # by the records' clock
     write_events(tmp_path, [(HEALTHY, 9)], ended=False)
-    ender = threading.Timer(0.3, write_events, (tmp_path, [(HEALTHY, 9)]))
-    ender.start()
+    slept_s: list[float] = []
+
+    def ends_in_the_second_sleep(interval_s: float) -> None:
+        slept_s.append(interval_s)
+        if len(slept_s) == 2:
+            write_events(tmp_path, [(HEALTHY, 9)])
+
+    clock = SimpleNamespace(time=lambda: 130.0, sleep=ends_in_the_second_sleep)  # the records' time
+    monkeypatch.setattr(run_commands, "time", clock)
     assert main(["status", str(tmp_path), "--follow", "--interval-s", "0.1", "--json"]) == 3
-    ender.join()
     states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
-    assert len(states) > 1
-    assert states == ["runs"] * (len(states) - 1) + ["failed"]
+    assert states == ["runs", "runs", "failed"]
+    assert slept_s == [0.1, 0.1]

@@ -527,8 +527,8 @@ def test_a_peer_that_dies_on_the_way_is_an_error_at_the_deadline(gpus: Gpus, die
 
 def test_a_thread_that_launches_is_left_when_another_ends_the_session(gpus: Gpus) -> None:
     source, _target = gpus.pair()
-    threading.Timer(0.1, source.abort).start()
     start_s = time.monotonic()
+    threading.Timer(0.1, source.abort).start()
     with pytest.raises(RuntimeError, match="the session was ended"):
         source.send(numbers(0), 0)  # connects, which the other end never comes to
     assert 0.09 < time.monotonic() - start_s < 15.0
