@@ -30,6 +30,7 @@ from adaptra_megatron.control.sidecar.planner_connections import Address, Gather
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
+from testing.waiting import until
 
 SKEWS_S = (10.0, -2000.0, 555.5)
 TIMEOUT_S = 5.0
@@ -152,7 +153,7 @@ def decide() -> None:
             exchange.post(iteration, measurement(iteration))
         # Before the next is posted: a late leader would decide on both at once.
         for exchange in (first, other):
-            _until_published(exchange, iteration + DELAY)
+            until_decided(exchange, iteration + DELAY)
     if dist.get_rank() == 0:
         assert seen[:4] == [[(stage, [float(iteration)]) for stage in range(3)] for iteration in range(4)]
     else:
@@ -164,11 +165,8 @@ def decide() -> None:
     assert time.monotonic() - start_s < 2 * TIMEOUT_S
 
 
-def _until_published(exchange: PlanExchange, iteration: int) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while exchange.early_decision(iteration) is None:
-        assert time.monotonic() < deadline_s, f"nothing was decided for iteration {iteration}"
-        time.sleep(0.01)
+def until_decided(exchange: PlanExchange, iteration: int) -> None:
+    until(lambda: exchange.early_decision(iteration) is not None, f"nothing was decided for iteration {iteration}")
 
 
 def plan_slowly() -> None:
@@ -251,7 +249,7 @@ def fail_to_plan() -> None:
         if iteration >= DELAY:
             decisions.append(exchange.decision(iteration))
         exchange.post(iteration, measurement(iteration))
-        _until_published(exchange, iteration + DELAY)
+        until_decided(exchange, iteration + DELAY)
     assert decisions == [Decision(7, plan(7), paths=paths)] + [Decision(7, paths=paths)] * 2
     dist.barrier()
     exchange.close()

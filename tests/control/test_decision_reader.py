@@ -13,7 +13,6 @@ import pytest
 from support.made_up.job import SECRET, ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
-from transport_checks import until
 
 from adaptra_megatron.common.handshake import accept
 from adaptra_megatron.common.typed_messages import encoded
@@ -21,6 +20,7 @@ from adaptra_megatron.control.decisions import DELAY, Decision
 from adaptra_megatron.control.exchange import DecisionReader, decision_key
 from adaptra_megatron.control.sidecar.planner_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
+from testing.waiting import until
 
 MEASURED = MeasuredJob().measure(1.0)[1]
 

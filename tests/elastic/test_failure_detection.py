@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
-from transport_checks import until
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.membership import Departure, Membership
 from adaptra_megatron.elastic import failure_detection
 from adaptra_megatron.elastic.failure_detection import FailureDetector
 from adaptra_megatron.elastic.generation import after_failures, first_generation
+from testing.waiting import until
 
 JOB = layout(((0, 1), (2, 3)), 0)
 EVERYBODY = Membership(0, 4, 0.0, ())

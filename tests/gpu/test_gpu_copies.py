@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from support.gpu.copied_link import MEBIBYTE, PART, CopiedLink
-from transport_checks import until
 
 from adaptra_megatron.transport.gpu.cuda_device import Computed, CudaDevice
+from testing.waiting import until
 
 pytestmark = pytest.mark.gpu
 

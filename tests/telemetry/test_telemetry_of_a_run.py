@@ -7,9 +7,7 @@ import contextlib
 import json
 import re
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from adaptra_megatron.tools.cli.main import main as adaptra
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port, run_ranks
 from testing.faults.holds import HELD_S
 from testing.jobs.fork_server import ForkServer
+from testing.waiting import until
 
 STAGES, MICRO_BATCHES, ITERATIONS, ONSET, HELD, LATENCY_S = 3, 6, 60, 12, 40, 0.04
 MESSAGE_NBYTES = 4 * 16 * 32
@@ -46,11 +45,11 @@ def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_pat
     )
     job.start()
     try:
-        metrics = _until(lambda: _scrape(port), _names_the_slow_link, HELD_S)
+        metrics = until(lambda: _that_names_the_slow_link(_scrape(port)), lambda: _scrape(port), HELD_S)
         asking = threading.Thread(target=adaptra, args=(["trace", str(run), "--request", "next-2"],))
         asking.start()
         request = run / "requests" / "next-2"
-        _until(lambda: "asked" if request.exists() or not asking.is_alive() else "", bool, HELD_S)
+        until(lambda: request.exists() or not asking.is_alive(), limit_s=HELD_S)
         seen.touch()
         asking.join()
     finally:
@@ -62,22 +61,13 @@ def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_pat
     _check_scalars(written)
 
 
-def _until(look: Callable[[], str], enough: Callable[[str], bool], timeout_s: float) -> str:
-    deadline_s = time.monotonic() + timeout_s
-    while not enough(text := look()):
-        assert time.monotonic() < deadline_s, text
-        time.sleep(0.05)
-    return text
-
-
-def _names_the_slow_link(text: str) -> bool:
-    """Under what strikes it: before, it may have been slow by less for a while, on a busy machine."""
+def _that_names_the_slow_link(text: str) -> str:
+    """`text` if it does, under what strikes it (before, it may have been slow by less on a busy machine); else ""."""
     ends = {"from": "0", "to": "1"}
     is_slow = _value(text, "adaptra_link_state", **ends, state="slow") == 1.0
     latency_s = _value(text, "adaptra_link_latency_seconds", **ends)
-    return (
-        is_slow and _transfer_s(latency_s, _value(text, "adaptra_link_bandwidth_bytes_per_second", **ends)) > LATENCY_S
-    )
+    transfer_s = _transfer_s(latency_s, _value(text, "adaptra_link_bandwidth_bytes_per_second", **ends))
+    return text if is_slow and transfer_s > LATENCY_S else ""
 
 
 def _transfer_s(latency_s: float, bandwidth: float) -> float:

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from process_usage import wakes_of
 from ring_producer import message, write
 from support.raw_frames import HEADER, NOTE, Frame, cut, put_frame
-from transport_checks import until
 
 from adaptra_megatron.common import handshake
 from adaptra_megatron.transport import _ring
@@ -36,6 +35,7 @@ from adaptra_megatron.transport._ring import (
     RingError,
     RingWatch,
 )
+from testing.waiting import until
 
 SLOT = 4096
 HEADERS = 4096

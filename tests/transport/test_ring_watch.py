@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import numpy
 import pytest
 from ring_producer import message, write
-from transport_checks import until
 
 from adaptra_megatron.transport._ring import (
     DATA_TYPES,
@@ -24,6 +23,7 @@ from adaptra_megatron.transport._ring import (
     RingWatch,
 )
 from testing.faults.network.corrupted_rings import corrupt, is_set
+from testing.waiting import until
 
 SLOT = 4096
 LARGEST = 5 * SLOT

@@ -30,6 +30,7 @@ from adaptra_megatron.telemetry.events import ArrivalsSeen, Event, StragglerDete
 from adaptra_megatron.telemetry.scalars import ArrivalFigures
 from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
+from testing.waiting import until
 
 SECRET = b"s" * 32
 WORKERS = {rank: Worker(Cell(rank // 2, 0), rank % 2, f"node{rank // 2}", f"boot{rank // 2}/net") for rank in range(6)}
@@ -117,13 +118,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 def judges() -> list[psutil.Process]:
     """All judges' processes that this one has started."""
     return [each for each in psutil.Process().children() if "planner_process" in " ".join(each.cmdline())]
-
-
-def until(happened: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.mark.timeout(60)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
-import time
 import uuid
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from support.namespaces import Host
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import rank_environment
 from testing.jobs.fork_server import ForkServer
+from testing.waiting import until
 
 ENDED_S = 20.0
 _ENTERING = """
@@ -127,10 +126,3 @@ class Launches:
             return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() if ours else ""
         except OSError:
             return ""
-
-
-def until(condition: Callable[[], object], why: Callable[[], str], timeout_s: float = ENDED_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, why()
-        time.sleep(0.02)

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import Launches, until
+from launches import Launches
 
 from adaptra_megatron.common.membership import MembershipRecords, Readiness, Stalled
 from adaptra_megatron.elastic.launch.launch_messages import JOB_KEY, JobState, read
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
+from testing.waiting import until
 
 
 def test_ranks_that_end_well_end_the_job_well(launches: Launches) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import Launched, Launches, until
+from launches import Launched, Launches
 from support.namespaces import ADDRESSES, WIRE, Host, cut, joined_hosts
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from campaigns.dying_trainings import BACK, TRAIN_GPT, WITHIN, Layout, dumped
 from testing.results import fingerprint, relative_distances
+from testing.waiting import until
 
 WAITING_FOR_ALL = ("--emulate-wait-for-arrivals", "3")
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,18 +18,12 @@ from adaptra_megatron.telemetry.trace_requests import ask_for_policy
 from testing.faults.holds import HELD_S
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, check_equal, run_variants
+from testing.waiting import until
 
 STAGES, MICRO_BATCHES = 2, 6
 HOLDS = 6, 12, 18
 ITERATIONS = 22
 STOCK = hashlib.sha256(schedule_to_csv(stock_order(STAGES, MICRO_BATCHES, 1, None)).encode()).hexdigest()[:16]
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + HELD_S
-    while not what():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def ask(run: Path, holds: list[Path]) -> None:
@@ -40,11 +32,11 @@ def ask(run: Path, holds: list[Path]) -> None:
     def said(kind: type[Event]) -> int:
         return sum(isinstance(found.event, kind) for found in read_events(run, lambda _problem: None))
 
-    until(lambda: said(PlanSwitched) >= 2)
+    until(lambda: said(PlanSwitched) >= 2, limit_s=HELD_S)
     for number, policy in enumerate(("observe", "adapt", "off"), start=1):
         ask_for_policy(run, policy)
         holds[number - 1].touch()
-        until(lambda expected=2 * number: said(PolicyChanged) >= expected)  # type: ignore[misc]
+        until(lambda expected=2 * number: said(PolicyChanged) >= expected, limit_s=HELD_S)  # type: ignore[misc]
 
 
 @pytest.mark.timeout(200)

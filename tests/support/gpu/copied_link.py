@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from transport_checks import until
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring
 from adaptra_megatron.transport.gpu.device_copies import UNLIMITED_NBYTES, DeviceCopies
 from adaptra_megatron.transport.host_link.frames import tensor_of, type_of
+from testing.waiting import until
 
 MEBIBYTE = 1 << 20
 SLOT = 1 << 16

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,7 @@ from testing.faults.operation_board import (
     read_lateness,
 )
 from testing.training.exact_sums import LARGEST, STEP, make_sums_exact
+from testing.waiting import until
 
 LATE_S, ENDS_S = 0.3, 10.0
 GROUP = "DATA_PARALLEL_GROUP#0"
@@ -86,13 +87,6 @@ class Pair:
         for thread in threads:
             thread.join()
         return found[0], LateGroup(found[1], GROUP, number, self.late, [])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + ENDS_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def test_an_operation_that_is_late_on_purpose_writes_late_and_those_after_it_keep_their_order(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from support.processes import LaunchError, run_ranks
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import rank_environment
 from testing.jobs.fork_server import ForkServer
+from testing.waiting import until
 
 PROGRAM = """
 import os, subprocess, sys, time
@@ -52,11 +54,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if is_running(pid)]}"
-        time.sleep(0.05)
+def until_gone(pids: list[int]) -> None:
+    running = functools.partial(filter, is_running, pids)
+    until(lambda: not any(running()), lambda: f"still running: {list(running())}", 10)
 
 
 def test_all_ranks_run(server: ForkServer | None, program: str, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_ranks_started_is_killed_too(server: ForkServer | None, program: st
     with pytest.raises(LaunchError) as caught:
         run_ranks(1, [program, "child"], timeout_s=2, server=server, log_directory=tmp_path)
     output = caught.value.results[0].output
-    wait_until_gone([int(line.split()[1]) for line in output.splitlines() if line.startswith("child")])
+    until_gone([int(line.split()[1]) for line in output.splitlines() if line.startswith("child")])
 
 
 def test_failures_can_be_looked_at_instead(server: ForkServer | None, program: str, tmp_path: Path) -> None:
@@ -120,10 +120,8 @@ def test_ranks_die_with_a_killed_launcher(program: str, tmp_path: Path, option: 
         env=rank_environment({}),
     )
     logs = [tmp_path / "rank0.log", tmp_path / "rank1.log"]
-    deadline = time.monotonic() + 60
-    while not all(log.exists() and ("child" if what == "child" else "runs") in log.read_text() for log in logs):
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.05)
+    word = "child" if what == "child" else "runs"
+    until(lambda: all(log.exists() and word in log.read_text() for log in logs), "the ranks did not start", 60)
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait(timeout=10)
-    wait_until_gone([int(pid) for log in logs for pid in re.findall(r"(?:runs|child) (\d+)\n", log.read_text())])
+    until_gone([int(pid) for log in logs for pid in re.findall(r"(?:runs|child) (\d+)\n", log.read_text())])

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from support.supervised import supervised
-from transport_checks import until
 
 import adaptra_megatron
 from adaptra_megatron.common import child_process
@@ -24,6 +23,7 @@ from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.delegate import supervisor
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp
+from testing.waiting import until
 
 
 class End:

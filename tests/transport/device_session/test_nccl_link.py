@@ -18,7 +18,6 @@ import torch.distributed as dist
 from support.gpu import simulated_nccl
 from support.gpu.simulated_device import SimulatedDevice, SimulatedEvent
 from support.gpu.simulated_nccl import Fabric, SimulatedCommunicator, SimulatedNccl, SimulatedWork
-from transport_checks import until
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.device_session import link_watch
@@ -35,6 +34,7 @@ from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.link_paths import Path, PathSettings, ProbeTimes
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.setup.link_setup import greet
+from testing.waiting import until
 
 NBYTES = 100_000
 ANY = TensorSpecification(None, torch.uint8, torch.device("cpu"))

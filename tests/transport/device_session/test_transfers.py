@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.gpu.device_calls import COMPUTE, LINK, DeviceCalls
-from transport_checks import until
 
 from adaptra_megatron.transport._device import DeviceCallError, Transfers, Work
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.gpu import cuda_device
+from testing.waiting import until
 
 DISABLE_TIMING = 2
 BYTES = torch.empty(64, dtype=torch.uint8)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from support.gpu.copied_link import MEBIBYTE, PART, SLOT, SLOTS, CopiedLink, describe, numbers, soon
 from support.gpu.simulated_device import POISON, SimulatedDevice
-from transport_checks import until
 
 from adaptra_megatron.transport._ring import Event, RingClosedError
 from adaptra_megatron.transport.gpu.cuda_device import Computed, device_of
 from adaptra_megatron.transport.gpu.host_copies import NoCopies, copies_for
 from adaptra_megatron.transport.message_keys import TransportError
+from testing.waiting import until
 
 ORDERS = ["compute", "copies", None]
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from support.raw_frames import Frame, put_frame
 from support.supervised import supervised
-from transport_checks import until
 
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
@@ -24,6 +23,7 @@ from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
 from testing.faults.network.corrupted_rings import WORDS, corrupt
+from testing.waiting import until
 
 SLOTS, PAGE = 4, 4096
 HEALS_S = 20.0

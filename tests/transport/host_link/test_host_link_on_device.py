@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.gpu.simulated_device import SimulatedDevice
-from transport_checks import until
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
+from testing.waiting import until
 
 MEBIBYTE = 1 << 20
 SETTINGS = HostSettings(slots=8, window_nbytes=8 * MEBIBYTE, timeout_s=20.0, grace_s=20.0)

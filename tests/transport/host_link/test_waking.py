@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transport_checks import slow_to_end, until
+from transport_checks import slow_to_end
 
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.message_keys import Direction, MessageKey
+from testing.waiting import until
 
 PAGE = 4096
 SETTINGS = HostSettings(timeout_s=20.0)

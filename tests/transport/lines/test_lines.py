@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from line_ends import JOB, SECRET, End
-from transport_checks import retransmit_queue, slow_to_end, until
+from transport_checks import retransmit_queue, slow_to_end
 
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
@@ -34,6 +34,7 @@ from adaptra_megatron.transport.lines.lines import (
     decode_line,
 )
 from adaptra_megatron.transport.setup.host_placement import listen_shm, listen_tcp
+from testing.waiting import until
 
 Chain = list[tuple[ControlConnections, dict[int, End]]]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from line_ends import JOB, SECRET, End
 from support.namespaces import ADDRESSES, Host, cut, joined_hosts, mend
-from transport_checks import until
 
 from adaptra_megatron.transport.lines.lines import BEAT_S, ConnectionPlace, ControlConnections
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
+from testing.waiting import until
 
 SHORT_S = 2.0
 GONE_S = 10.0

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_ranks import ANY, all_agree, exchange
-from transport_checks import CPU, activation, content, expect, flush, host_transport, run_scenarios, until
+from transport_checks import CPU, activation, content, expect, flush, host_transport, run_scenarios
 
 from adaptra_megatron.transport._ring import die_with_parent
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
@@ -30,6 +30,7 @@ from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings, ProbeTimes
 from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
 from testing.replacing import Replaced, Replacement
+from testing.waiting import until
 
 FAILOVER_S = 20.0
 """Before a message's own deadline. How long it takes, `make soak` measures."""

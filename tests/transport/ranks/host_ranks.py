@@ -35,7 +35,6 @@ from transport_checks import (
     our_threads,
     run_scenarios,
     slow_to_end,
-    until,
 )
 
 from adaptra_megatron.common.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
@@ -46,6 +45,7 @@ from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S
 from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, TransportError
+from testing.waiting import until
 
 ANY = TensorSpecification(None, torch.float32, CPU)
 SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)

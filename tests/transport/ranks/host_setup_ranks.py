@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import CPU, activation, content, expect, flush, host_transport, no_more, until
+from transport_checks import CPU, activation, content, expect, flush, host_transport, no_more
 
 from adaptra_megatron.common import gathering
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
 from adaptra_megatron.transport.setup import host_setup
 from adaptra_megatron.transport.setup.host_setup import HostSetup
+from testing.waiting import until
 
 AT_ONCE_S = 5.0
 """Far less than the 40 s that a process group waits for a rank that does not come."""

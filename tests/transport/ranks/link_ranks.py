@@ -27,7 +27,6 @@ from transport_checks import (
     our_threads,
     run_scenarios,
     slow_to_end,
-    until,
 )
 
 from adaptra_megatron.common.control_store import MOST_SPARE, ControlStore
@@ -45,6 +44,7 @@ from adaptra_megatron.transport.message_keys import (
 )
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+from testing.waiting import until
 
 PIPELINES = ((0, 1), (2, 3))
 MICRO_BATCHES = 8

@@ -30,6 +30,7 @@ from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.device_session.sessions import ReceivingSession, SendingSession
 from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.message_keys import TensorSpecification
+from testing.waiting import until
 
 ANY = TensorSpecification(None, torch.uint8, torch.device("cpu"))
 PATIENCE_S = 60.0
@@ -85,20 +86,13 @@ class Rank:
         self.watch.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it does not come"
-        time.sleep(0.01)
-
-
 def freed(link: NcclLink) -> bool:
     return link.wait_until_freed(time.monotonic() + PATIENCE_S)
 
 
 def ended_by(link: NcclLink) -> str:
     """What ended a session that this rank has not ended."""
-    until(link._ended.is_set)
+    until(link._ended.is_set, limit_s=PATIENCE_S)
     return link._cause
 
 
@@ -175,7 +169,7 @@ def sessions_carry_messages(here: Rank) -> None:
         receiving = ReceivingSession(link, PATIENCE_S, lambda tensor, _: arrived.append(tensor), failed.append)
         for place in range(5):
             receiving.receive(place, None if place == 1 else ANY)
-        until(lambda: len(arrived) == 4 or bool(failed))
+        until(lambda: len(arrived) == 4 or bool(failed), limit_s=PATIENCE_S)
         assert not failed
         here.mark("arrived")
         here.await_mark("ended")
@@ -183,7 +177,7 @@ def sessions_carry_messages(here: Rank) -> None:
             time.sleep(STANDS_S)
             assert not failed
             receiving.abort()
-        until(lambda: bool(failed))
+        until(lambda: bool(failed), limit_s=PATIENCE_S)
         assert ("remote process exited" in failed[0]) == here.by_network, failed
         del arrived[1]
         for place, shape, tensor in zip(places, shapes, arrived, strict=True):

@@ -21,12 +21,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from dual_ranks import Swallowed, faulty_sends, no_delegate, on, other_store, paths
 from host_ranks import ANY, all_agree, exchange
-from transport_checks import host_transport, until
+from transport_checks import host_transport
 
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import Path, PathSettings
 from testing.faults.network.corrupted_rings import corrupt
+from testing.waiting import until
 
 STRUCK_S = 1.5
 """How long the faults last that are not over at once: longer than either path may be silent before it is left."""

@@ -127,12 +127,3 @@ def our_threads() -> list[str]:
 def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:
     """Return whether nothing has grown. Connections of rank 0's store go late, once their other ends have gone."""
     return all(held[what] <= before[what] for what in before)
-
-
-def until(condition: Callable[[], Any], otherwise: str | Callable[[], str] = "", limit_s: float = 15.0) -> None:
-    """Wait until `condition()`; an error that says `otherwise` after `limit_s`."""
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(otherwise() if callable(otherwise) else otherwise or f"not within {limit_s} s")
-        time.sleep(0.002)

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import CPU, MEBIBYTE, activation, gradient, until
+from transport_checks import CPU, MEBIBYTE, activation, gradient
 
 from adaptra_megatron.transport.message_keys import TensorSpecification, Transport, TransportError
+from testing.waiting import until
 
 
 def silent(transport: Transport) -> None:

@@ -27,7 +27,6 @@ from transport_checks import (
     gradient,
     host_transport,
     our_threads,
-    until,
 )
 from transport_failures import killed, silent
 
@@ -43,6 +42,7 @@ from adaptra_megatron.transport.message_keys import (
 )
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
+from testing.waiting import until
 
 CONTENTS = [
     ((1,), torch.uint8),

@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 from support.gpu.simulated_pipeline import SimulatedStage, play
 from support.made_up.job import rendezvous
-from transport_checks import until
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.transport.device_session.nccl_library import NcclError
@@ -23,6 +22,7 @@ from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup import link_setup
 from adaptra_megatron.transport.setup.link_setup import LinkMaker, rounds
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+from testing.waiting import until
 
 
 @pytest.mark.parametrize("wrap", [False, True])

@@ -18,6 +18,7 @@ from adaptra_megatron.transport.delegate.delegate_control import OpenLink, Start
 from adaptra_megatron.transport.delegate.supervisor import SupervisedLink, Supervisor
 from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 from adaptra_megatron.transport.wires.verbs.verbs_device import why_unavailable
+from testing.waiting import until
 
 LIMIT_S = 30.0
 JOB, SECRET = secrets.token_hex(16), secrets.token_hex(32)
@@ -89,13 +90,6 @@ class Stage:
         return event.sequence
 
 
-def wait_until(done: Callable[[], bool], describe: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not done():
-        assert time.monotonic() < deadline_s, describe()
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def start_stages() -> Iterator[Callable[[int], tuple[Stage, Stage]]]:
     """To be called in the test: what pytest captures while setting up is kept elsewhere."""
@@ -123,7 +117,7 @@ def test_what_does_not_begin_over_verbs_falls_to_tcp_once_and_for_good(
     def causes() -> list[str]:
         return left.causes + right.causes
 
-    wait_until(lambda: left.rings is not None and right.rings is not None, causes)
+    until(lambda: left.rings is not None and right.rings is not None, causes, LIMIT_S)
     assert (left.supervisor.transport(1), right.supervisor.transport(0)) == ("tcp", "tcp")
     assert len(left.causes) >= 3, causes()
     assert left.causes[-1] == why_unavailable([])
@@ -134,6 +128,6 @@ def test_what_does_not_begin_over_verbs_falls_to_tcp_once_and_for_good(
         sessions, process_id = left.sessions, victim.supervisor.process_id
         assert process_id is not None
         os.kill(process_id, signal.SIGKILL)
-        wait_until(lambda sessions=sessions: left.sessions > sessions and left.rings is not None, causes)
+        until(lambda sessions=sessions: left.sessions > sessions and left.rings is not None, causes, LIMIT_S)
         assert left.supervisor.transport(1) == "tcp"
     assert capfd.readouterr().err.count(NOTICE) == 1
