@@ -43,7 +43,7 @@ from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S
+from adaptra_megatron.transport.lines.lines import SILENT_S
 from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, TransportError
 from testing.waiting import until
 
@@ -201,23 +201,26 @@ def rank_stopped(make: Make) -> None:
 
 def stopped_while_the_link_is_down(make: Make) -> None:
     """A training process does not run for longer than a link may be down, and cannot connect: training goes on then."""
-    transport, stop_s = make(grace_s=1.5), 5.0
+    # After a pause of its own a rank takes its peer to run until it has been silent for SILENT_S again.
+    grace_s = SILENT_S + 1.0
+    transport, stop_s = make(grace_s=grace_s), grace_s + 2.0
     ranks: list[Any] = [None, None]
     dist.all_gather_object(ranks, os.getpid())
     exchange(transport, 0)
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(ranks[0], signal.SIGSTOP)
-        threading.Timer(stop_s, os.kill, (ranks[0], signal.SIGCONT)).start()
-        time.sleep(SILENT_S + BEAT_S)
+        state: Any = transport._links[0]._state
+        until(lambda: state._stopped_s is not None, "rank 1 does not see that rank 0 is stopped")
         delegate = transport.delegate_process_id
         assert delegate is not None
         os.kill(delegate, signal.SIGKILL)
-    start_s = time.monotonic()
+        start_s = time.monotonic()
+        threading.Timer(stop_s, os.kill, (ranks[0], signal.SIGCONT)).start()
     for iteration in range(1, 4):
         exchange(transport, iteration)
     if dist.get_rank() == 1:
-        assert time.monotonic() - start_s > stop_s - SILENT_S - 1.0, "nothing was stopped"
+        assert time.monotonic() - start_s >= stop_s, "nothing was stopped"
     counters = transport.counters()
     assert counters.links[1 - dist.get_rank()].sessions > 1
     dist.barrier()
