@@ -26,6 +26,7 @@ from adaptra_megatron.control.sidecar.planner_client import Begin, PlannerClient
 from adaptra_megatron.control.sidecar.planner_connections import MOST_AWAITED, PLANNER_KEY, Address
 from adaptra_megatron.telemetry.events import Event
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
+from testing.waiting import until
 
 STAGES = 4
 PATIENCE_S = 60.0
@@ -98,10 +99,9 @@ class Replica:
         `published`: whether the planner's own is waited for."""
         iteration, decisions = self.iteration, []
         if iteration >= DELAY:
-            until_s = time.monotonic() + PATIENCE_S
-            while published and self.exchanges[0].early_decision(iteration) is None:
-                assert time.monotonic() < until_s, f"nothing is decided for iteration {iteration}"
-                time.sleep(0.01)
+            if published:
+                said = f"nothing is decided for iteration {iteration}"
+                until(lambda: self.exchanges[0].early_decision(iteration) is not None, said, PATIENCE_S)
             decisions = [exchange.decision(iteration) for exchange in self.exchanges]
             assert all(decision == decisions[0] for decision in decisions)
         for exchange, measurement in zip(self.exchanges, self.job.measure(latency_s), strict=True):

@@ -7,7 +7,6 @@ import asyncio
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from adaptra_megatron.control.exchange import (
 )
 from adaptra_megatron.control.sidecar.planner_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
+from testing.waiting import until
 
 WRITES = "adaptra-storing"
 """The leader's thread that writes to the store."""
@@ -184,8 +184,5 @@ def test_the_thread_that_writes_to_the_store_lives_while_there_is_something_to_w
             assert stopped.struck.wait(15.0), "the fault did not fire"
             assert WRITES in {thread.name for thread in threading.enumerate()}
             stopped.goes_on.set()
-        until_s = time.monotonic() + 15.0
-        while WRITES in {thread.name for thread in threading.enumerate()}:
-            assert time.monotonic() < until_s, "it stays"
-            time.sleep(0.01)
+        until(lambda: WRITES not in {thread.name for thread in threading.enumerate()}, "it stays", 15.0)
     leader.close()

@@ -62,7 +62,8 @@ def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_pat
 
 
 def _that_names_the_slow_link(text: str) -> str:
-    """`text` if it does, under what strikes it (before, it may have been slow by less on a busy machine); else ""."""
+    """Return `text` if it reports the link as slow by more than LATENCY_S, else "". A busy machine may have made it
+    slow by less before."""
     ends = {"from": "0", "to": "1"}
     is_slow = _value(text, "adaptra_link_state", **ends, state="slow") == 1.0
     latency_s = _value(text, "adaptra_link_latency_seconds", **ends)

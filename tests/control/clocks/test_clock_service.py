@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from adaptra_megatron.common.handshake import (
     connect,
 )
 from adaptra_megatron.control.clocks import MAX_DRIFT, ClockFollower, ClockLine, ClockServer, RelatedClock
+from testing.waiting import until
 
 RANKS = str(Path(__file__).with_name("clock_ranks.py"))
 SECRET = secrets.token_bytes(SECRET_NBYTES)
+wait_for = partial(until, limit_s=10.0)
 UNKNOWN = ClockLine(0.0, 0.0, 0.0, float("inf"), MAX_DRIFT)
 
 
@@ -55,13 +58,6 @@ def serving(clock: Callable[[], float]) -> Iterator[tuple[str, int]]:
         yield address
     finally:
         server.close()
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "not in time"
-        time.sleep(0.01)
 
 
 def test_a_clock_with_offset_and_drift_is_followed() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from launches import Launched, Launches
 from support.namespaces import ADDRESSES, Host, cut, joined_hosts
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
+from testing.waiting import until
 
 TIMEOUT_S = 3.0
 """Machines that run tests are busy: a launcher may well be late with its report by a second."""
@@ -113,10 +113,7 @@ def test_another_launcher_takes_the_place_of_a_host_that_is_gone_and_the_first_i
 
 
 def launches_says(launched: Launched, text: str) -> None:
-    deadline_s = time.monotonic() + 10.0
-    while text not in launched.output:
-        assert time.monotonic() < deadline_s, launched.output
-        time.sleep(0.05)
+    until(lambda: text in launched.output, lambda: launched.output, 10.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

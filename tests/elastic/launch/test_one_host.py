@@ -121,7 +121,7 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
     records.publish_layout(b"layout")
 
     def beat() -> int:
-        """Of the launcher, since it knows the layout; 0 before."""
+        """Return the number of the launcher's last heartbeat; 0 as long as it does not know the layout."""
         state = read(records._store, JOB_KEY, JobState)
         return state.beat if state is not None and state.admits_restarted else 0
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from testing import waiting
 from testing.faults.emulated_compute import EmulationError
 from testing.faults.late_operations import (
     IDLE,
@@ -41,9 +43,9 @@ from testing.faults.operation_board import (
     read_lateness,
 )
 from testing.training.exact_sums import LARGEST, STEP, make_sums_exact
-from testing.waiting import until
 
 LATE_S, ENDS_S = 0.3, 10.0
+until = partial(waiting.until, limit_s=ENDS_S)
 GROUP = "DATA_PARALLEL_GROUP#0"
 FORCED = f"1:2:in:DATA_PARALLEL:{LATE_S}"
 

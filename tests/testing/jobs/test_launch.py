@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -55,8 +54,7 @@ def is_running(pid: int) -> bool:
 
 
 def until_gone(pids: list[int]) -> None:
-    running = functools.partial(filter, is_running, pids)
-    until(lambda: not any(running()), lambda: f"still running: {list(running())}", 10)
+    until(lambda: not any(map(is_running, pids)), lambda: f"still running: {list(filter(is_running, pids))}", 10)
 
 
 def test_all_ranks_run(server: ForkServer | None, program: str, tmp_path: Path) -> None:

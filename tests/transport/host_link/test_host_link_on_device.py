@@ -97,10 +97,7 @@ def test_messages_of_all_sizes_arrive_and_leave_nothing_behind(
     pair.devices[1].run()
     for values, read in zip(sent, seen, strict=True):
         assert torch.equal(values, read)
-    deadline_s = soon()
-    while pair.held():
-        assert time.monotonic() < deadline_s, "memory of acknowledged messages is kept"
-        time.sleep(0.001)
+    until(lambda: not pair.held(), "memory of acknowledged messages is kept")
     assert [device.pageable_copies for device in pair.devices] == [0, 0]
 
 

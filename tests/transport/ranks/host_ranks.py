@@ -201,7 +201,7 @@ def rank_stopped(make: Make) -> None:
 
 def stopped_while_the_link_is_down(make: Make) -> None:
     """A training process does not run for longer than a link may be down, and cannot connect: training goes on then."""
-    # After a pause of its own a rank takes its peer to run until it has been silent for SILENT_S again.
+    # A rank that was paused itself counts its peer as running for another SILENT_S.
     grace_s = SILENT_S + 1.0
     transport, stop_s = make(grace_s=grace_s), grace_s + 2.0
     ranks: list[Any] = [None, None]
