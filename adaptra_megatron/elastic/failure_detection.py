@@ -18,7 +18,7 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, Stalled
-from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
 from adaptra_megatron.elastic.generation import Generation, live_ranks
 
 logger = logger_of(__name__)
@@ -75,22 +75,29 @@ def answer_liveness_check(
     """Request a liveness check, or respond to one, and wait for the response of all `live` ranks.
 
     Returns the ranks that have not responded within `timeout_s`, for the launcher. Returns None if all have, if fewer
-    than half have, or once `check` returns True: the live ranks have changed. `admitted`: see `Generation`.
+    than half have, or once `check` returns True: the live ranks have changed. `admitted`: see `Generation`. Raises
+    TamperedError, and RuntimeError if the store cannot be reached.
     """
+
+    def missing_ranks() -> tuple[int, ...]:
+        return tuple(rank for rank in sorted(live) if store.peek(f"here/{rank}") is None)
+
     # Requesting and responding are one step, since several ranks may reach the timeout at once.
     store.set("called", b"called")
     store.set(f"here/{layout.rank}", b"here")
-    begun_s, answers = time.monotonic(), store.add("answers", 1)
-    while answers < len(live):
+    begun_s = time.monotonic()
+    # The counter is not sealed: it decides only which rank looks before the timeout, so that not all ranks do.
+    if store.add("answers", 1) == len(live) and not missing_ranks():
+        store.set("all here", b"all here")
+    while store.peek("all here") is None:
         if check():
             return None
         if time.monotonic() - begun_s > timeout_s:
             break
         time.sleep(_RESPONSE_POLL_S)
-        answers = store.add("answers", 0)
     else:
         return None
-    missing = tuple(rank for rank in sorted(live) if store.peek(f"here/{rank}") is None)
+    missing = missing_ranks()
     # If fewer than half respond, this rank is likely in the smaller part of a split network: it must not end the
     # others.
     if not missing or 2 * len(missing) > len(live):
@@ -147,6 +154,8 @@ class FailureDetector:
         """The last generation with a liveness check."""
         self._stalled: Stalled | None = None
         """Stalled ranks that are still to be reported."""
+        self._tampered: TamperedError | None = None
+        """Ended the thread, and is to end the job."""
         self._latest = self._newest = records.newest()
         """`_latest` is set before the membership is compared, `_newest` after training has been interrupted."""
         self._interrupting = threading.Lock()
@@ -159,8 +168,10 @@ class FailureDetector:
 
     @property
     def newest(self) -> Membership | None:
-        """The latest known membership."""
+        """The latest known membership. Raises TamperedError once the thread has found a tampered record."""
         with self._news:
+            if self._tampered is not None:
+                raise self._tampered
             return self._newest
 
     def enter(self, begin: Callable[[], None]) -> None:
@@ -173,15 +184,18 @@ class FailureDetector:
             self._compare()
 
     def _compare(self) -> None:
-        """Interrupt the training thread if live ranks differ from its generation's. The caller holds the lock."""
-        if self._latest is not None and self._live(self._latest) != self._generation().live:
+        """Interrupt the training thread if live ranks differ from its generation's, or the job is to end. The caller
+        holds the lock.
+        """
+        changed = self._latest is not None and self._live(self._latest) != self._generation().live
+        if changed or self._tampered is not None:
             self._interrupt()
 
     def change(self, tried: frozenset[int]) -> Membership | None:
         """Wait for a membership whose live ranks differ from those `tried` last, and return it.
 
         If there is none within the patience, check the liveness of all ranks and wait again; None if there is none
-        then. Raises the errors of `check_abort`.
+        then. Raises the errors of `check_abort` and `newest`.
         """
         membership = self._await_change(tried)
         if membership is None and self._stalled_are_ended():
@@ -221,9 +235,12 @@ class FailureDetector:
     def _beyond(self, epoch: int, timeout_s: float) -> Membership | None:
         """Return the newest membership once its epoch is after `epoch`; None if there is none within `timeout_s`."""
         self._look.set()
+
+        def is_beyond() -> bool:
+            return (newest := self.newest) is not None and newest.epoch > epoch
+
         with self._news:
-            self._news.wait_for(lambda: self._newest is not None and self._newest.epoch > epoch, timeout_s)
-            return self._newest if self._newest is not None and self._newest.epoch > epoch else None
+            return self._newest if self._news.wait_for(is_beyond, timeout_s) else None
 
     def _stalled_are_ended(self) -> bool:
         """Request a liveness check, or respond to it. Return whether live ranks are stalled; the launcher ends them."""
@@ -262,6 +279,11 @@ class FailureDetector:
                     self._look_for_liveness_check()
                     looked_s = time.monotonic()
                 found = self._records.newest()
+            except TamperedError as cause:
+                self._tampered = cause  # the training thread raises it where it waits for a membership
+                with self._interrupting:
+                    self._compare()
+                return
             except RuntimeError as cause:
                 logger.warning("the launcher's store does not answer: failures are not detected any more: %s", cause)
                 return

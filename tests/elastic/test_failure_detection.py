@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.membership import Departure, Membership
+from adaptra_megatron.common.sealed_store import TamperedError
 from adaptra_megatron.elastic import failure_detection
 from adaptra_megatron.elastic.failure_detection import FailureDetector
 from adaptra_megatron.elastic.generation import after_failures, first_generation
@@ -32,10 +33,10 @@ class Training:
         self.ended, self.interrupted = threading.Event(), 0
         self.meanwhile: Callable[[], object] = lambda: None
         """Called between the check that finds a generation ended and the interruption."""
-        control = ControlStore(HashStore(), SECRET, "job")
+        self.control = ControlStore(HashStore(), SECRET, "job")
         self.detector = FailureDetector(
             JOB,
-            control,
+            self.control,
             self,  # type: ignore[arg-type]
             5.0,
             5.0,
@@ -108,3 +109,16 @@ def test_a_request_for_a_liveness_check_ends_its_own_generation_alone(
     until(lambda: len(asked) > 1 if late else training.ended.is_set())
     assert training.interrupted == 1
     assert training.ended.is_set() is not late
+
+
+def test_a_tampered_record_ends_the_job_in_the_training_thread(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_detection, "_LOOKED_S", 0.0)
+    training.control.in_generation(BEFORE.id).unsealed("liveness check").set("called", "by another")
+    until(training.ended.is_set)
+    for wait in (lambda: training.detector.change(BEFORE.live), lambda: training.detector.newest):
+        with pytest.raises(TamperedError, match="'called'"):
+            wait()
+    training.enter_next()
+    assert training.ended.is_set(), "the next generation's waits end, too"

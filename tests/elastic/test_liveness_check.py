@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.membership import Stalled
-from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
 from adaptra_megatron.elastic.failure_detection import answer_liveness_check, is_requested
 
 RANKS = 4
@@ -22,10 +22,11 @@ class Job:
     """Ranks in threads, with one store."""
 
     def __init__(self) -> None:
-        self._store = dist.HashStore()
+        self.store = dist.HashStore()
+        """As an unauthenticated peer sees it."""
 
     def client(self) -> SealedStore:
-        return SealedStore(self._store, b"0" * 32, "liveness check")
+        return SealedStore(self.store, b"0" * 32, "liveness check")
 
     def answer(self, rank: int, timeout_s: float, *, saved: bool = False) -> Stalled | None:
         layout = JobLayout(rank, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in LIVE})
@@ -45,6 +46,22 @@ def test_those_that_do_not_answer_stand_still() -> None:
     assert found[0] is not None
     assert (found[0].ranks, found[0].arrivals) == ((3,), ADMITTED)
     assert "3 other ranks waited for 2.0 s" in found[0].why
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_unauthenticated_peer_cannot_answer_by_the_counter_that_is_not_sealed(count: int) -> None:
+    job = Job()
+    job.store.add("answers", count)
+    found = job.answers(range(3), 0.5)
+    assert [each and each.ranks for each in found] == [(3,)] * 3
+
+
+@pytest.mark.parametrize("key", ["here/3", "all here"])
+def test_an_answer_that_no_rank_has_given_is_refused(key: str) -> None:
+    job = Job()
+    job.store.set(key, "here")
+    with pytest.raises(TamperedError, match=key):
+        job.answers(range(3), 0.5)
 
 
 def test_where_all_answer_none_does() -> None:
