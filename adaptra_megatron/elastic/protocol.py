@@ -13,7 +13,8 @@ on a dictionary, in every order in which ranks can fail and rejoin.
 4. The lowest rank of the meeting writes REDO as the fate of each attempt whose fate some rank does not know. If COMMIT
    is there already, it stays, and the meeting commits the call.
 5. A COMMIT may name a membership with restarted ranks that are ready. All ranks stop before the next training
-   iteration, hand over their state, and meet. One word, written once, says whether these ranks take part.
+   iteration, hand over their state, and meet. Only then are the restarted ranks late, if they do not come. One word,
+   written once, says whether they take part.
 
 Values are written once where ranks could disagree: a rank that fails after it has decided has decided for all.
 """
@@ -68,7 +69,8 @@ class Phase(enum.Enum):
     HANDING_OVER = "hands its state over"
     RECEIVING = "receives the state of the job"
     COMING = "comes to the point from which all train together"
-    COUNTING = "waits for all to come to that point"
+    COUNTING = "waits for all that hand over to come to that point"
+    EXPECTING = "waits for those that rejoin to come to that point"
     ADMITS = "says that all take part"
     AWAITING_WORD = "waits for the word that all take part"
     CALLING_OFF = "says that those who rejoin do not take part"
@@ -77,7 +79,7 @@ class Phase(enum.Enum):
 
 _MEETS = frozenset({Phase.HANDING_IN, Phase.GATHERING, Phase.FORCING, Phase.AGREEING, Phase.AWAITING_AGREEMENT})
 _ADMISSION = frozenset({Phase.CALLING_IN, Phase.HANDING_OVER, Phase.RECEIVING, Phase.COMING, Phase.COUNTING})
-_ADMISSION |= {Phase.ADMITS, Phase.AWAITING_WORD}
+_ADMISSION |= {Phase.EXPECTING, Phase.ADMITS, Phase.AWAITING_WORD}
 
 
 # Requests. Keys are of the job, or with a `generation` of that one alone.
@@ -374,7 +376,9 @@ class Rank:
             case Phase.COMING:
                 return Put(met, f"here/{self.rank}", "here")
             case Phase.COUNTING:
-                return AwaitAll(met, tuple(f"here/{each}" for each in live))
+                return AwaitAll(met, tuple(f"here/{each}" for each in sorted(self.before)))
+            case Phase.EXPECTING:
+                return AwaitAll(met, tuple(f"here/{each}" for each in live if each not in self.before))
             case Phase.ADMITS | Phase.CALLING_OFF:
                 return PutOnce(met, "admitted", YES if self.phase is Phase.ADMITS else NO)
             case Phase.AWAITING_WORD:
@@ -446,6 +450,8 @@ class Rank:
                 leads = self.rank == min(self.before)
                 return replace(self, phase=Phase.COUNTING if leads else Phase.AWAITING_WORD)
             case Phase.COUNTING:
+                return replace(self, phase=Phase.EXPECTING)
+            case Phase.EXPECTING:
                 return replace(self, phase=Phase.ADMITS)
             case Phase.ADMITS | Phase.CALLING_OFF | Phase.AWAITING_WORD:
                 return self._admitted() if _value(answer) == YES else self._not_admitted()

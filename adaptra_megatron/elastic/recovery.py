@@ -60,6 +60,7 @@ from adaptra_megatron.elastic.protocol import (
     AwaitFence,
     Changed,
     Done,
+    Found,
     HandedIn,
     HandOver,
     Interrupted,
@@ -76,7 +77,6 @@ from adaptra_megatron.elastic.rejoin import (
     PATIENCE_S,
     JobRecord,
     JoinResult,
-    Patience,
     RejoiningLateError,
     Return,
     note_admitted,
@@ -137,7 +137,8 @@ class RecoveryManager:
         """Return value of the last finished attempt."""
         self._cause: Exception = RuntimeError()
         """The last error that interrupted this rank."""
-        self._patience = Patience()
+        self._late_s = self._expected_s = 0.0
+        """How late rejoining ranks were with this rank's state, or anyone's; and when all had been handed over."""
         self._abort_checked_s = time.monotonic()
         self._begun_s = 0.0
         """When the last change of generation began for this rank."""
@@ -173,7 +174,7 @@ class RecoveryManager:
             check_abort=self._check_abort,
         )
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
-        present = self._control_of(self.generation)
+        present = self._control.in_generation(self.generation.id)
         self._detector.enter(functools.partial(groups.begin, layout, present, self._go_on))
         if joined is not None:
             self._known.update(joined.left)
@@ -320,6 +321,8 @@ class RecoveryManager:
             case Put(value=HandedIn() as state):
                 # The protocol is pure: it leaves a blank for the number of operations outside of calls.
                 request = replace(request, value=replace(state, operations=self._groups.operations()))
+            case Put() if self._rank.phase is Phase.COMING:
+                request = replace(request, value=str(self._late_s))
             case Await(generation=None, key=fate):
                 self._await_fate(fate)
         assert isinstance(request, (Put, PutOnce, Await, AwaitAll))
@@ -348,11 +351,10 @@ class RecoveryManager:
         assert self.hand_over is not None
         handed = functools.partial(self.hand_over, to, self._rank.before, check=check)
         try:
-            late_s = interruptible(handed, self._check_wait, self._timeout_s, "the state of rejoining ranks")
+            self._late_s = interruptible(handed, self._check_wait, self._timeout_s, "the state of rejoining ranks")
         finally:
             # The thread cannot be interrupted: its next check ends it, before it writes to a later generation's store.
             abandoned.set()  # the thread is left to itself
-        self._patience = Patience(late_s)
 
     def _attempt(self) -> Answer:
         """Run an attempt. Raises this rank's own errors."""
@@ -403,15 +405,18 @@ class RecoveryManager:
         if rank.phase is Phase.AWAITING_FATE:
             self.check()
             return
-        self._check_abort_by_interval()
+        if time.monotonic() - self._abort_checked_s > ABORT_POLL_S:
+            self._check_abort()
+            self._abort_checked_s = time.monotonic()
         if newest is not None and rank.is_struck_by(newest):
             raise EpochEndedError("a rank has failed while others met")
-        if rank.phase is not Phase.COUNTING:
+        if rank.phase not in (Phase.HANDING_OVER, Phase.COUNTING, Phase.EXPECTING):
             return
         assert rank.next is not None
         if self._steps.look(rank.next.id, "admitted"):
             raise EpochEndedError("another rank has called the admission off")
-        if (waited_s := self._patience.waited_s()) > PATIENCE_S:
+        waited_s = self._late_s + time.monotonic() - self._expected_s
+        if rank.phase is Phase.EXPECTING and waited_s > PATIENCE_S:
             missing = (each for each in sorted(rank.next.live) if not self._steps.look(rank.next.id, f"here/{each}"))
             raise RejoiningLateError(tuple(missing), waited_s)
 
@@ -445,6 +450,9 @@ class RecoveryManager:
             assert isinstance(answer, Changed)
             assert after.next is not None
             self._admission_begins(answer.membership, after.next)
+        elif after.phase is Phase.EXPECTING:
+            assert isinstance(answer, Found)
+            self._late_s, self._expected_s = max(map(float, answer.value)), time.monotonic()
         elif before.phase in _WORDS and before.next is not None and after.next is None:
             self._admission_ended(before, admitted=after.generation.id == before.next.id)
 
@@ -468,7 +476,8 @@ class RecoveryManager:
 
     def _enter(self, generation: Generation) -> None:
         self.epochs += 1
-        self._detector.enter(functools.partial(self._groups.enter, generation, self._control_of(generation)))
+        control = self._control.in_generation(generation.id)
+        self._detector.enter(functools.partial(self._groups.enter, generation, control))
 
     def _exchange_results(self, generation: Generation) -> None:
         """Publish those results of operations outside of calls that other ranks lack, and find those that this rank
@@ -479,12 +488,12 @@ class RecoveryManager:
         if not holders:
             self._groups.kept.look_nowhere()  # nor with holders of the generation before, which may have failed
             return
-        store = self._control_of(generation).punctual("kept", self._timeout_s)
+        store = self._control.in_generation(generation.id).punctual("kept", self._timeout_s)
         self._groups.kept.publish(store, [group for group, rank in holders.items() if rank == self._rank.rank])
         self._groups.kept.found_with(holders, store, self._timeout_s, self.check)
 
     def _admission_begins(self, membership: Membership, admitted: Generation) -> None:
-        self._begun_s, self._patience = time.monotonic(), Patience()
+        self._begun_s = time.monotonic()
         for each in membership.arrived:
             if admitted.admitted.get(each.rank) == each.epoch:
                 self._layout.move(each.rank, each.ready.host, each.ready.identity)
@@ -508,13 +517,11 @@ class RecoveryManager:
                 with self._records.lent(self._timeout_s) as records:
                     records.say_admitted(before.next.admitted)
                 self._returns.append(back)
-        if not leads:
-            return
         names = ", ".join(back.ranks)
-        if admitted:
+        if leads and admitted:
             text = "%s: back, after %.2f s in which the others waited; going on with %d of %d ranks"
             logger.warning(text, names, seconds, len(before.next.live), len(self._layout.workers))
-        else:
+        elif leads:
             text = "%s: not admitted after %.2f s, as a rank has died or was late meanwhile; going on without"
             logger.warning(text, names, seconds)
 
@@ -575,11 +582,6 @@ class RecoveryManager:
             )
             raise JobLostError(f"all ranks that held the optimizer's state of {held} have failed: {RESTART}")
 
-    def _check_abort_by_interval(self) -> None:
-        if time.monotonic() - self._abort_checked_s > ABORT_POLL_S:
-            self._check_abort()
-            self._abort_checked_s = time.monotonic()
-
     def _check_abort(self) -> None:
         check_abort(self._store, self._layout.name(self._layout.rank))
 
@@ -588,9 +590,6 @@ class RecoveryManager:
         # Python's own report first: peers may end this job as soon as they see the notice.
         self._hooked(kind, error, trace)
         self.end_with(error, printed=True)
-
-    def _control_of(self, generation: Generation) -> ControlStore:
-        return self._control.in_generation(generation.id)
 
     def _interrupt(self) -> None:
         """End the waits of the training thread, in any thread."""

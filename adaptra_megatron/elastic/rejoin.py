@@ -58,18 +58,6 @@ class RejoiningLateError(RuntimeError):
         super().__init__(f"ranks {', '.join(map(str, ranks))}, started again, are {waited_s:.1f} s late")
 
 
-class Patience:
-    """Timer of one admission: how long the other ranks have waited."""
-
-    def __init__(self, late_s: float = 0.0) -> None:
-        """Start the timer at `late_s`: how late the state has already been transferred."""
-        self._since_s = time.monotonic() - late_s
-
-    def waited_s(self) -> float:
-        """Return how long the other ranks have waited, in seconds."""
-        return time.monotonic() - self._since_s
-
-
 def note_admitted(store: SealedStore, ticket: Ticket) -> None:
     """Record the latest admission. Called by the rank that published the ticket."""
     store.set(_LATEST, packed(ticket))
@@ -160,6 +148,8 @@ class RejoiningRank:
         self.layout = JobLayout.recorded(record.layout, place.rank)
         self.control = ControlStore.of_job(record.layout.token)
         self.timeout_s = self.control.timeout_s if timeout_s is None else timeout_s
+        self._store = self.control.client(ALL_GENERATIONS)
+        self._steps = ProtocolStore(self.control, self._store, self.timeout_s)
 
     def stand_ready(self) -> JoinResult:
         """Report that this process is ready, and wait until the others admit it before one of their next iterations.
@@ -167,7 +157,7 @@ class RejoiningRank:
         Raises UnrecoverableError if they do not within the timeout, JobLostError if they no longer can, OtherRankError
         if the job has ended with an error, RuntimeError if a store cannot be reached.
         """
-        place, identity, store = self._place, host_identity(), self.control.client(ALL_GENERATIONS)
+        place, identity, store = self._place, host_identity(), self._store
         # The job may be ending: then no rank would ever admit this one.
         check_abort(store, self.layout.name(place.rank))
         ready = Readiness(place.epoch, int(os.environ[START_VARIABLE]), socket.gethostname(), identity)
@@ -200,13 +190,16 @@ class RejoiningRank:
             refuse_lost_stages(self.layout, newest, admitted)
 
     def check(self, joined: JoinResult) -> None:
-        """Raise EpochEndedError once a rank has failed, including other rejoining ranks. Makes one request, then sleeps
-        briefly.
+        """Raise EpochEndedError once a rank has failed, including other rejoining ranks, or the others have called the
+        admission off. Makes two requests, then sleeps briefly.
         """
-        newest = self._records.newest()
+        # While it receives; later it waits for the word itself. Before the membership, which may say why.
+        off = joined.rank.phase is Phase.RECEIVING and self._steps.look(joined.generation.id, "admitted")
+        newest, name = self._records.newest(), self.layout.name(self.layout.rank)
         if newest is not None and joined.rank.is_struck_by(newest):
-            name = self.layout.name(self.layout.rank)
             raise EpochEndedError(f"a rank has failed while {name} was to take its place")
+        if off:
+            raise EpochEndedError(f"another rank was late while {name} was to take its place: the others train on")
         time.sleep(_LOOKS_S)
 
     def wait(self, joined: JoinResult, make: Callable[[], Made], what: str) -> Made:
@@ -230,19 +223,18 @@ class RejoiningRank:
 
         Raises UnrecoverableError if another rank failed or was late meanwhile; this process is then not admitted.
         """
-        steps = ProtocolStore(self.control, self.control.client(ALL_GENERATIONS), self.timeout_s)
         rank = joined.rank
         while rank.phase not in (Phase.BETWEEN, Phase.LEFT):
             request = rank.request
             try:
                 if isinstance(request, (Put, PutOnce, Await, AwaitAll)):
-                    rank = rank.after(steps.carry_out(request, functools.partial(self.check, joined)))
+                    rank = rank.after(self._steps.carry_out(request, functools.partial(self.check, joined)))
                 else:  # the state has been received
                     rank = rank.after(Done())
             except (EpochEndedError, TimeoutError):
                 rank = rank.after(Interrupted())
             joined.rank = rank
-        steps.release()
+        self._steps.release()
         if rank.phase is Phase.LEFT:
             raise UnrecoverableError(
                 f"{self.layout.name(self.layout.rank)} has not been admitted, as another rank has failed or was late "

@@ -51,9 +51,12 @@ _NOT_YET_IN = (Phase.RECEIVING, Phase.COMING, Phase.AWAITING_WORD, Phase.CALLING
 """Of a process that rejoins: it does not train in its generation yet."""
 _IN_ADMISSION = (
     *(Phase.ADMITTING, Phase.CALLING_IN, Phase.HANDING_OVER, Phase.RECEIVING, Phase.COMING, Phase.COUNTING),
-    *(Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT),
+    *(Phase.EXPECTING, Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT),
 )
-_GIVES = (Phase.HANDING_OVER, Phase.COMING, Phase.COUNTING, Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
+_GIVES = (
+    *(Phase.HANDING_OVER, Phase.COMING, Phase.COUNTING, Phase.EXPECTING),
+    *(Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF),
+)
 """In which a rank has begun to hand its state over; what it has begun may go on later."""
 
 
@@ -294,7 +297,7 @@ class Model:
                 found = tuple(world.store.get((generation, key)) for key in keys)
                 if None not in found:
                     yield f"finds {keys[0]}", self._answered(world, rank, process, Found(found))
-                elif state.phase is Phase.COUNTING:
+                elif state.phase is Phase.EXPECTING or (generation, "admitted") in world.store:
                     yield "has waited for too long", self._answered(world, rank, process, Interrupted())
             case HandOver():
                 yield from self._handed_over(world, rank, process)
@@ -318,7 +321,11 @@ class Model:
         assert state is not None
         if state.phase is Phase.HANDING_OVER:
             yield "hands over", self._answered(world, rank, process, Done())
+            yield "hands over too late", self._answered(world, rank, process, Interrupted())
             return
+        if (state.generation.id, "admitted") in world.store:
+            alone = process._replace(source=None)
+            yield "finds the admission called off", self._answered(world, rank, alone, Interrupted())
         sources = sorted(state.before) if process.source is None else [process.source]
         for each in sources:
             source = world.processes[each]
@@ -421,12 +428,11 @@ class Model:
                 raise ViolationError(f"ranks of generation {here.id} are at calls {call} and {state.call}")
 
     def _check_end(self, world: World) -> None:
-        """Nothing but faults can happen: all live ranks have carried out all calls, or wait for one that has ended."""
+        """Nothing but faults can happen: all live ranks have carried out all calls. None waits for what never comes."""
         self.ends += 1
         states = [each.state for each in world.processes if each.state is not None]
-        finished = [state for state in states if state.call >= self.scope.calls]
         waiting = [state for state in states if state.call < self.scope.calls and state.phase is not Phase.LEFT]
-        if waiting and not finished:
+        if waiting:
             raise ViolationError(f"all wait: {[(each.rank, each.phase.value) for each in waiting]}")
 
     # States that go on alike are one.
@@ -525,7 +531,7 @@ def _only_looks(before: Rank, after: Rank | None, label: str) -> bool:
         return True
     match before.request if before.phase is not Phase.BETWEEN else None:
         case Await() | AwaitAll() | AwaitChange():
-            return not (before.phase is Phase.COUNTING and after.phase is Phase.CALLING_OFF)  # too late: not so later
+            return not (before.phase is Phase.EXPECTING and after.phase is Phase.CALLING_OFF)  # too late: not so later
         case HandOver():
             return before.phase is Phase.HANDING_OVER
         case _:
