@@ -240,7 +240,8 @@ def test_a_killed_launcher_leaves_no_orphans(launches: Launches) -> None:
     launched = launches.launch("--nproc-per-node", 2, "--no-python", "sh", shell)
     for rank in range(2):
         launches.until(f"ready-{rank}", launched)
-    assert len(launches.processes()) >= 1 + 2 * 3
+    # A process has its environment, by which it is found, a moment after what started it goes on.
+    until(lambda: len(launches.processes()) >= 1 + 2 * 3, lambda: f"only these run: {launches.processes()}", 5.0)
     launched.signal(signal.SIGKILL)
     launches.gone()
 
