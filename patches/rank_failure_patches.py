@@ -90,16 +90,37 @@ def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
 
 def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def build_train_valid_test_data_iterators(*given: Any, **keywords: Any) -> Any:
+    def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider: Any) -> Any:
         from megatron.training import get_args
 
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
 
-        for name, value in (runtime.feature(FaultTolerance).rejoin() or {}).items():
+        feature, provider = runtime.feature(FaultTolerance), build_train_valid_test_datasets_provider
+        if feature.rejoins:
+            provider = _built_before(provider)
+        for name, value in (feature.rejoin() or {}).items():
             setattr(get_args(), name, value)
-        return stock(*given, **keywords)
+        return stock(provider)
 
     return build_train_valid_test_data_iterators
+
+
+def _built_before(provider: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the datasets of `provider` now, before other ranks wait for this process; return a provider of these."""
+    from megatron.core import parallel_state
+    from megatron.training import training
+
+    if not getattr(provider, "is_distributed", False) and parallel_state.get_tensor_model_parallel_rank():
+        return provider  # stock builds none here
+    samples = training.get_train_valid_test_num_samples()
+    datasets = provider(samples)
+
+    @functools.wraps(provider)
+    def provide(numbers: Any) -> Any:
+        # Others in another phase of training (--phase-transition-iterations).
+        return datasets if numbers == samples else provider(numbers)
+
+    return provide
 
 
 FAULT_TOLERANCE_PATCHES = (

@@ -82,6 +82,11 @@ class FaultTolerance(EngineFeature):
         self._recoveries.append(Recovery(pipeline, self))
         return self._recoveries[-1]
 
+    @property
+    def rejoins(self) -> bool:
+        """Return whether this process replaces a failed rank, and has not rejoined yet."""
+        return self.groups.place is not None and self.training is not None and self.joining is None
+
     def rejoin(self) -> Mapping[str, Any] | None:
         """Rejoin the job if this process replaces a failed rank. Called before data are read for the first iteration.
 
@@ -89,7 +94,7 @@ class FaultTolerance(EngineFeature):
         replaces no rank, or has rejoined already. `training` must be set. Raises the errors of `rejoining.rejoin_job`.
         """
         place = self.groups.place
-        if place is None or self.training is None or self.joining is not None:
+        if not self.rejoins or place is None or self.training is None:
             return None
         records = MembershipRecords.of_rank(CONNECT_S)
         rejoining = RejoiningRank(place, records, self._config.timeout_s, self.settings)

@@ -9,7 +9,8 @@ In front of the script, `--dump-state DIR` writes losses, weights and optimizer 
 `--emulate-compute-ms F,B,W` has actions last so long, with `--emulate-exact-times` also as measured,
 `--emulate-slow-cell` those of some cells longer, and `--emulate-death` kills ranks, so many milliseconds after an
 iteration has begun; `--emulate-wait-for-arrivals` has an iteration wait until they have been started again, and
-`--emulate-write-ms` has checkpoints of --async-save begin so much later.
+`--emulate-write-ms` has checkpoints of --async-save begin so much later, and `--emulate-data-ms` ranks that are started
+again build their datasets so much longer.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--emulate-death", action="append", default=[], metavar=FORM_OF_DEATH)
     parser.add_argument("--emulate-wait-for-arrivals", action="append", type=int, default=[], metavar="ITERATION")
     parser.add_argument("--emulate-write-ms", type=float, default=0.0, help="by which writers of --async-save are late")
+    parser.add_argument("--emulate-data-ms", type=float, default=0.0, help="by which restarted ranks build data longer")
     parser.add_argument("script", help="script of a Megatron-LM checkout")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     ours = parser.parse_args()
@@ -84,6 +86,10 @@ def main() -> None:
             from testing.megatron.megatron_lm_cells import slow_writers
 
             stack.enter_context(slow_writers(ours.emulate_write_ms / 1e3))
+        if ours.emulate_data_ms:
+            from testing.megatron.megatron_lm_cells import slow_datasets
+
+            stack.enter_context(slow_datasets(ours.emulate_data_ms / 1e3))
         _run(ours.script)
 
 

@@ -7,11 +7,13 @@ import contextlib
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import checkpointing, training
 
@@ -84,6 +86,21 @@ def slow_writers(seconds: float) -> Iterator[None]:
         checkpointing, "schedule_async_save", lambda request: schedule(slowed(request, seconds)), "writes are emulated"
     )
     with Replaced([late]):
+        yield
+
+
+@contextlib.contextmanager
+def slow_datasets(seconds: float) -> Iterator[None]:
+    """Make processes that are started again build datasets for `seconds` longer within this context."""
+    build = BlendedMegatronDatasetBuilder.build
+
+    @functools.wraps(build)
+    def late(builder: Any) -> Any:
+        if os.environ.get(START_VARIABLE, "0") != "0":
+            time.sleep(seconds)
+        return build(builder)
+
+    with Replaced([Replacement(BlendedMegatronDatasetBuilder, "build", late, "long builds are emulated")]):
         yield
 
 
