@@ -302,15 +302,20 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
     for scaler, state in zip(_scalers(training), schedule["scalers"], strict=True):
         scaler.load_state_dict(state)
     # A scheduler with other settings computes another rate from the same number of steps.
-    if str(_schedule(training)) != str(schedule):
+    if _schedule(training) != schedule:
         raise StateError(f"this process has {_schedule(training)} after it has received {schedule}")
     return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
 
 
 def _schedule(training: Training) -> dict[str, Any]:
-    """Return the state of the learning-rate schedule and of loss scales."""
+    """Return the state of the learning-rate schedule and of loss scales.
+
+    Scales are on the CPU: they are loaded onto the device of the rank that sends them, and differ between devices.
+    """
     scheduler = None if training.scheduler is None else training.scheduler.num_steps
-    return {"scheduler": scheduler, "scalers": [scaler.state_dict() for scaler in _scalers(training)]}
+    states = [scaler.state_dict().items() for scaler in _scalers(training)]
+    scalers = [{name: each.cpu() if torch.is_tensor(each) else each for name, each in state} for state in states]
+    return {"scheduler": scheduler, "scalers": scalers}
 
 
 def _scalers(training: Training) -> list[Any]:

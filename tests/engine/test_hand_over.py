@@ -6,13 +6,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.elastic.generation import Generation, GenerationId
-from adaptra_megatron.engine.rejoining import HandOverLateError, Training, _Lateness, handings
+from adaptra_megatron.engine.rejoining import (
+    Handing,
+    HandOverLateError,
+    Training,
+    _Lateness,
+    _receive_whole,
+    _send,
+    handings,
+)
+from adaptra_megatron.megatron.state.training_state import StateReceiver, StateSender
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
+from testing.megatron.cuda_names import torch_names
+from testing.replacing import Replaced
 
 RANKS = str(Path(__file__).with_name("hand_over_ranks.py"))
 MIB = 1 << 20
@@ -60,3 +75,38 @@ def test_a_shard_comes_from_the_rank_with_its_copy_also_of_another_lane() -> Non
         (1, False, ((0, False),)),
         (3, False, ((0, True),)),
     ]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a GPU: only `cpu` makes one that another process can load, or compare with its own."""
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+class ScalerOnDevice(DynamicGradScaler):
+    """Megatron's scaler of losses, with its scale on a GPU."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {**super().state_dict(), "scale": self._scale.as_subclass(OnDevice)}
+
+
+def test_a_loss_scale_comes_to_the_gpu_of_the_rank_that_receives_it() -> None:
+    def training(scale: float) -> Training:
+        scaler = ScalerOnDevice(scale, 1.0, 2.0, 0.5, 1000, 2)
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))])
+        return Training([], SimpleNamespace(optimizer=inner, grad_scaler=scaler), None, dict)
+
+    messages: list[torch.Tensor] = []
+    with Replaced(torch_names()):
+        here, there = training(2.0**16), training(2.0**20)
+        here.optimizer.grad_scaler.update(found_inf=True)
+        sender = StateSender(lambda message: messages.append(message.clone()))
+        pipeline: Any = SimpleNamespace(counters=(3, 1), running=Decision(0))
+        _send(sender, here, pipeline, Handing(0, 1, True, (), 0))
+        sender.finish()
+        receiver = StateReceiver(lambda message: message.copy_(messages.pop(0)))
+        _receive_whole(receiver, there)
+        receiver.finish()
+    assert there.optimizer.grad_scaler.state_dict() == here.optimizer.grad_scaler.state_dict()
+    assert there.optimizer.grad_scaler.scale == 2.0**16
