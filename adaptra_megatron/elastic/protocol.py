@@ -239,10 +239,10 @@ class Ticket:
     call: int
     """Number of the first call of Megatron's schedules that it takes part in."""
     turn: int
-    live: tuple[int, ...]
-    """Ranks that take part in it."""
-    before: tuple[int, ...]
-    """Those of them that have taken part before."""
+    dead: tuple[int, ...]
+    """Ranks that take no part in it."""
+    new: tuple[int, ...]
+    """Ranks that take part in it, and have not before."""
     admitted: Mapping[int, int]
     """See `Generation`."""
     refused: Mapping[int, int]
@@ -286,10 +286,11 @@ class Rank:
     @classmethod
     def rejoins(cls, layout: JobLayout, ticket: Ticket) -> Rank:
         """Return a process that has been called in. Its first answers are to requests of RECEIVING."""
-        live, identity = frozenset(ticket.live), GenerationId(ticket.membership, ticket.admission)
-        dead = frozenset(worker.cell for rank, worker in layout.workers.items() if rank not in live)
+        live = frozenset(layout.workers).difference(ticket.dead)
+        identity = GenerationId(ticket.membership, ticket.admission)
+        dead = frozenset(layout.workers[rank].cell for rank in ticket.dead)
         generation = Generation(identity, live, dead, ticket.admitted, ticket.membership, ticket.refused)
-        before = frozenset(ticket.before)
+        before = live.difference(ticket.new)
         return cls(layout, generation, ticket.call, ticket.turn, Phase.RECEIVING, next=generation, before=before)
 
     @property
@@ -390,9 +391,8 @@ class Rank:
         """Return what those get that are to be admitted."""
         assert self.next is not None
         to, refused = self.next, dict(self.next.refused)
-        return Ticket(
-            *to.id, self.call, self.turn + 1, tuple(sorted(to.live)), tuple(sorted(self.before)), to.admitted, refused
-        )
+        dead, new = tuple(sorted(self.layout.workers.keys() - to.live)), tuple(sorted(to.live - self.before))
+        return Ticket(*to.id, self.call, self.turn + 1, dead, new, to.admitted, refused)
 
     def after(self, answer: Answer) -> Rank:
         """Return this rank after its request has been carried out."""

@@ -584,7 +584,7 @@ def _renamed_value(value: Any, names: Names) -> Any:
         case Agreement():
             return value.committed, value.turn
         case Ticket():
-            ranks = (_renamed(frozenset(each), names) for each in (value.live, value.before))
+            ranks = (_renamed(frozenset(each), names) for each in (value.dead, value.new))
             epochs = (_epochs(each, names) for each in (value.admitted, value.refused))
             return value.membership, value.admission, value.call, value.turn, *ranks, *epochs
     raise AssertionError(value)

@@ -24,7 +24,7 @@ def store() -> SealedStore:
 
 def test_who_takes_part_again_is_known_once_that_is_decided(store: SealedStore) -> None:
     assert admitted_so_far(store) == {}
-    note_admitted(store, Ticket(4, 6, 5, 2, (0, 1), (0,), {1: 3}, {}))
+    note_admitted(store, Ticket(4, 6, 5, 2, (), (1,), {1: 3}, {}))
     assert admitted_so_far(store) == {1: 3}
 
 
