@@ -5,8 +5,6 @@ secret.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import os
 import queue
@@ -27,30 +25,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from adaptra_megatron.common.handshake import SECRET_NBYTES
 from adaptra_megatron.common.sealed_store import Seal, SealedStore
-
-
-def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Start the store's server, and return its client in this process. The server runs as long as that client exists.
-
-    `port` 0: any free port. `timeout_s`: timeout of the client's requests. Raises RuntimeError and OSError.
-
-    From then on this process resolves host names from local files alone. torch's server resolves the name of each
-    client that connects, only to log it (TCPStoreLibUvBackend.cpp), and all other clients wait meanwhile. After a
-    failure many ranks connect at once, and a name server that loses one request would delay all of them by 5 s.
-    """
-    store = TCPStore(
-        host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
-    )
-    # After the store's own look-up of `host`, which may need the name server.
-    ask_no_name_server()
-    return store
-
-
-def ask_no_name_server() -> None:
-    """Resolve host names from local files alone in this process. Does nothing if the C library is not glibc."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
-
 
 # The job's store for threads that are not to wait for it without end.
 

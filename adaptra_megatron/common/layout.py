@@ -42,17 +42,6 @@ def host_identity(proc: Path = Path("/proc")) -> str:
         return f"unknown-{secrets.token_hex(16)}/unknown"
 
 
-def process_identity(proc: Path = Path("/proc")) -> str:
-    """Return a value that is equal for two processes exactly if they see each other's process ids.
-
-    If the process's namespace is unknown, the value is unique.
-    """
-    try:
-        return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/pid').st_ino}"
-    except OSError:
-        return f"unknown-{secrets.token_hex(16)}"
-
-
 class Cell(NamedTuple):
     """All ranks of one stage of one replica, which share collectives inside F, B and W: they compute, slow down and
     fail together.

@@ -383,13 +383,13 @@ class DecisionPublisher:
                     self._store_soon(functools.partial(self._put_routed, iteration, routing, packet))
                 else:
                     self._planner.spread(iteration, packet)
-                    self._store_soon(functools.partial(self._writing.set, decision_key(iteration), packet))
+                    self._store_soon(functools.partial(self._writing.set_parts, decision_key(iteration), packet))
 
     def _put_routed(self, iteration: int, routing: RoutingSection, packet: bytes) -> None:
         """Write the orders and the decision to the store, then send the decision: a rank that gets it reads its order
         there."""
         self._publish_orders(routing)
-        self._writing.set(decision_key(iteration), packet)
+        self._writing.set_parts(decision_key(iteration), packet)
         self._planner.spread(iteration, packet)
 
     def _store_soon(self, *writes: Callable[[], object]) -> None:
@@ -421,7 +421,7 @@ class DecisionPublisher:
         read."""
         orders = {order_key(routing.number, cell): order for cell, order in routing.orders.items()}
         for key, order in orders.items():
-            self._writing.set(key, order.encode())
+            self._writing.set_parts(key, order.encode())
         self._orders.append(list(orders))
         if len(self._orders) > DELAY + 1:
             for key in self._orders.popleft():

@@ -50,8 +50,6 @@ from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 MOST_KEPT_NBYTES = 16 << 20
 """Maximum size of an operation's results that are kept, in bytes."""
-CHUNK_NBYTES = 512 << 10
-"""Size of one value in the store, in bytes: torch's TCPStore allows 8 MiB, but other requests wait meanwhile."""
 _MANIFEST_NBYTES = 1 << 16
 
 
@@ -99,11 +97,9 @@ class KeptResults:
         for group in groups:
             for number, outputs in enumerate(self._kept[group]):
                 place = f"kept/{group}/{number}"
-                whole = b"".join(outputs or ())
-                for chunk, begin in enumerate(range(0, len(whole), CHUNK_NBYTES)):
-                    store.set(f"{place}/{chunk}", whole[begin : begin + CHUNK_NBYTES])
+                store.set_parts(f"{place}/outputs", b"".join(outputs or ()))
                 manifest = _Manifest(None if outputs is None else tuple(map(len, outputs)))
-                # The manifest after its chunks, and the group's count after all: a reader that sees either finds
+                # The manifest after the outputs, and the group's count after all: a reader that sees either finds
                 # everything behind it.
                 store.set(place, packed(manifest))
             store.set(f"kept/{group}", str(len(self._kept[group])).encode())
@@ -141,8 +137,7 @@ class KeptResults:
             raise RuntimeError(
                 f"the result of operation {number} of {group} is lost: it has more than {MOST_KEPT_NBYTES >> 20} MiB"
             )
-        chunks = range(-(-sum(manifest.nbytes) // CHUNK_NBYTES))
-        whole = b"".join(self._fetch(f"{place}/{chunk}") for chunk in chunks)
+        whole = self._fetch(f"{place}/outputs")
         begin = 0
         for output, nbytes in zip(outputs, manifest.nbytes, strict=True):
             if nbytes:

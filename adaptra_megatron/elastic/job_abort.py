@@ -9,14 +9,16 @@ store ends last: the others use the store until they end, and torch would log in
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from adaptra_megatron.common.control_store import ControlStore
-from adaptra_megatron.common.layout import JobLayout, process_identity
+from adaptra_megatron.common.layout import JobLayout, boot_identity
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import packed, plain_text, unpacked
@@ -33,6 +35,17 @@ _GOES_S, _LOOKS_S = 5.0, 0.02
 """Longest wait for a failed rank's process to end, however long its clean-up takes; and poll interval."""
 _LAST_S = _GOES_S + 1.0
 """Longest wait for all other processes to end, which in turn wait for the failed one."""
+
+
+def process_identity(proc: Path = Path("/proc")) -> str:
+    """Return a value that is equal for two processes exactly if they see each other's process ids.
+
+    If the process's namespace is unknown, the value is unique.
+    """
+    try:
+        return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/pid').st_ino}"
+    except OSError:
+        return f"unknown-{secrets.token_hex(16)}"
 
 
 @dataclass(frozen=True)

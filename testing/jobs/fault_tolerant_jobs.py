@@ -17,8 +17,8 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from adaptra_megatron.common.control_store import serve_store
 from adaptra_megatron.common.membership import START_VARIABLE, launch_store
+from adaptra_megatron.elastic.launch.endpoint import serve_store
 from adaptra_megatron.elastic.launch.launch_messages import HostReport, RankEnding, host_key, write
 from adaptra_megatron.elastic.launch.launcher import Coordinator
 from adaptra_megatron.elastic.launch.roster import Policy

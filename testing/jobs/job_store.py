@@ -50,7 +50,7 @@ class JobStore:
 
 
 def _serve(port: int) -> None:
-    from adaptra_megatron.common.control_store import serve_store
+    from adaptra_megatron.elastic.launch.endpoint import serve_store
 
     served = serve_store("127.0.0.1", port, _STORE_S)
     signal.pause()

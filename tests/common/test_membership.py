@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adaptra_megatron.common.membership import Departure, Membership, MembershipRecords, launch_store
-from adaptra_megatron.common.sealed_store import TamperedError
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import (
+    Arrival,
+    Departure,
+    Membership,
+    MembershipRecords,
+    Readiness,
+    launch_store,
+)
+from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore, TamperedError
+from adaptra_megatron.common.typed_messages import packed
 
 EPOCHS = [
     Membership(0, 4, 1000.0, ()),
@@ -83,3 +92,34 @@ def test_a_record_that_the_coordinator_did_not_write_is_refused(store: Any, envi
     store.set("adaptra/launch/a job/membership/newest", "1")
     with pytest.raises(TamperedError, match="membership/newest"):
         MembershipRecords.of_rank(10.0, environment).newest()
+
+
+def test_records_of_131072_ranks_are_in_parts_that_the_store_takes(store: Any, environment: dict[str, str]) -> None:
+    """All ranks have left, and half of them have come back."""
+    count, host, identity = 1 << 17, "node-16384.a-cluster", f"{'0' * 36}/4026531840"
+    worker = Worker(Cell(1023, 15), 7, host, identity, "mlx5_0")
+    layout = packed(JobLayout(0, dict.fromkeys(range(count), worker)).record())
+    left = tuple(Departure(rank, 1, host, f"host {host} has been silent for 15.2 s", 0.5) for rank in range(count))
+    back = tuple(Arrival(rank, 2, Readiness(1, 1, host, identity)) for rank in range(count // 2))
+    membership = Membership(1, count, 1000.0, left, back)
+    writer, reader = MembershipRecords(launch_store(store, "a job")), MembershipRecords.of_rank(10.0, environment)
+    writer.publish_layout(layout)
+    writer.publish(membership)
+    assert reader.layout() == layout
+    assert reader.newest() == membership
+    sizes = [len(store.get(key)) for key in store.list_keys()]
+    assert sum(sizes) > len(layout) + len(packed(membership)) > 30 << 20
+    assert max(sizes) <= MOST_NBYTES
+
+
+def test_a_record_is_read_once_however_often_it_is_polled_for(
+    store: Any, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = MembershipRecords(launch_store(store, "a job")), MembershipRecords.of_rank(10.0, environment)
+    writer.publish(EPOCHS[0])
+    assert reader.newest() == EPOCHS[0]
+    monkeypatch.delattr(SealedStore, "get")
+    assert reader.newest() == EPOCHS[0]
+    monkeypatch.undo()
+    writer.publish(EPOCHS[1])
+    assert reader.newest() == EPOCHS[1]

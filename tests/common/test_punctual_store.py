@@ -21,7 +21,7 @@ from adaptra_megatron.common.sealed_store import SealedStore
 
 SERVES = """
 import sys
-from adaptra_megatron.common.control_store import serve_store
+from adaptra_megatron.elastic.launch.endpoint import serve_store
 
 store = serve_store("127.0.0.1", 0, 30.0)
 print(store.port, flush=True)

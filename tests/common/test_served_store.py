@@ -9,7 +9,7 @@ import sys
 
 _PROGRAM = """
 import socket
-from adaptra_megatron.common.control_store import serve_store
+from adaptra_megatron.elastic.launch.endpoint import serve_store
 
 def looked_up():
     try:

@@ -16,8 +16,9 @@ from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
 from adaptra_megatron.common.handshake import accept
+from adaptra_megatron.common.sealed_store import MOST_NBYTES
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.decisions import DELAY, Decision, MadeDecision, decision_of
+from adaptra_megatron.control.decisions import DELAY, Decision, LinkName, MadeDecision, Paths, decision_of
 from adaptra_megatron.control.exchange import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -185,4 +186,16 @@ def test_the_thread_that_writes_to_the_store_lives_while_there_is_something_to_w
             assert WRITES in {thread.name for thread in threading.enumerate()}
             stopped.goes_on.set()
         until(lambda: WRITES not in {thread.name for thread in threading.enumerate()}, "it stays", 15.0)
+    leader.close()
+
+
+def test_a_decision_that_is_larger_than_one_value_comes_by_the_store() -> None:
+    control = ControlOver(HashStore())
+    leader = DecisionPublisher(layout([[0, 1]], 0), Idle(), control, "exchange")
+    reader = DecisionReader(control, "exchange", layout([[0, 1]], 1), 20.0)
+    large = Decision(1, paths=Paths(tuple(LinkName(rank, 0, 1) for rank in range(1 << 18))))
+    assert len(encoded(large)) > MOST_NBYTES
+    leader.decisions.decided(0, large)
+    assert reader.needed(DELAY) == large
+    reader.close()
     leader.close()

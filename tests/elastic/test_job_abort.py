@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.common.layout import process_identity
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import packed
 from adaptra_megatron.elastic import job_abort
@@ -26,6 +25,7 @@ from adaptra_megatron.elastic.job_abort import (
     EndingProcess,
     ErrorNotice,
     check_abort,
+    process_identity,
     publish_error,
     publish_finished,
 )

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.sealed_store import SealedStore
-from adaptra_megatron.elastic.fence import CHUNK_NBYTES, MOST_KEPT_NBYTES, KeptResults
+from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore
+from adaptra_megatron.elastic.fence import MOST_KEPT_NBYTES, KeptResults
 from adaptra_megatron.elastic.generation import Generation, GenerationId
 from adaptra_megatron.elastic.protocol import HandedIn, holders_of
 
@@ -39,7 +39,7 @@ def exchange(nbytes: int, count: int) -> tuple[KeptResults, SealedStore, Watched
     return other, store, raw
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, CHUNK_NBYTES, 3 * CHUNK_NBYTES + 7, MOST_KEPT_NBYTES - 4])
+@pytest.mark.parametrize("nbytes", [0, 1, MOST_NBYTES // 2, 3 * MOST_NBYTES // 2 + 7, MOST_KEPT_NBYTES - 4])
 def test_results_come_as_they_were_in_values_that_the_store_carries(nbytes: int) -> None:
     other, _, raw = exchange(nbytes, 2)
     for number in range(2):
@@ -49,7 +49,7 @@ def test_results_come_as_they_were_in_values_that_the_store_carries(nbytes: int)
         assert float(outputs[1]) == 0.5 + number
         other.keep("group", outputs)
     assert not other.known("group", [torch.zeros(1)]), "no rank has the next"
-    assert raw.largest <= 1 << 20
+    assert raw.largest <= MOST_NBYTES == 1 << 20
 
 
 def test_one_that_is_too_large_is_an_error() -> None:

@@ -7,6 +7,7 @@ The launcher of node rank 0 serves the store. Another host may take over the nod
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 import time
 import uuid
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
-from adaptra_megatron.common.control_store import serve_store
 from adaptra_megatron.common.foreign_errors import is_address_in_use
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import launch_store
@@ -186,6 +186,29 @@ class _Seats:
         # Launchers may ask at once: the store's compare-and-set lets one of them write.
         found = self._records.put_once(name, wanted.encode()) if wanted else self._records.peek(name)
         return "" if found is None else found.decode()
+
+
+def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Start the store's server, and return its client in this process. The server runs as long as that client exists.
+
+    `port` 0: any free port. `timeout_s`: timeout of the client's requests. Raises RuntimeError and OSError.
+
+    From then on this process resolves host names from local files alone. torch's server resolves the name of each
+    client that connects, only to log it (TCPStoreLibUvBackend.cpp), and all other clients wait meanwhile. After a
+    failure many ranks connect at once, and a name server that loses one request would delay all of them by 5 s.
+    """
+    store = TCPStore(
+        host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+    )
+    # After the store's own look-up of `host`, which may need the name server.
+    ask_no_name_server()
+    return store
+
+
+def ask_no_name_server() -> None:
+    """Resolve host names from local files alone in this process. Does nothing if the C library is not glibc."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
 
 
 def _serve(endpoint: Endpoint, timeout_s: float) -> TCPStore:

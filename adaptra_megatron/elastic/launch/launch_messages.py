@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore
 from adaptra_megatron.common.typed_messages import Natural, packed, unpacked
 
 BEAT_S = 0.2
@@ -27,8 +27,6 @@ BEAT_S = 0.2
 _BEAT_PER_HOST_S = 1e-3
 START_KEY = "start"
 JOB_KEY = "job"
-_MOST_NBYTES = 1 << 20
-"""Maximum size of a record. torch's TCPStore allows 8 MiB, and closes the connection of a client that writes more."""
 DETAILS_NCHARS = 4096
 """Maximum length of a rank's own error text; the rest is cut."""
 # Endings with details, and endings of each rank, that a report keeps: 64 KiB of details at most.
@@ -87,7 +85,7 @@ class HostReport:
         """Return the report with further endings.
 
         Only each rank's latest endings are kept, and only the very latest with details: however often ranks are
-        restarted, the report remains below `_MOST_NBYTES`.
+        restarted, the report remains below `MOST_NBYTES`.
         """
         kept: list[RankEnding] = []
         count: Counter[int] = Counter()
@@ -151,11 +149,8 @@ def host_key(node_rank: int, turn: int = 0) -> str:
 
 
 def write(store: SealedStore, key: str, record: object) -> None:
-    """Write a record under its key. Raises RuntimeError if the store does, ValueError if the record is too large."""
-    packet = packed(record)
-    if len(packet) > _MOST_NBYTES:
-        raise ValueError(f"the record {key} has {len(packet)} bytes, and the job's store takes {_MOST_NBYTES}")
-    store.set(key, packet)
+    """Write a record under its key. Raises the errors of `SealedStore.set`."""
+    store.set(key, packed(record))
 
 
 def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:
@@ -164,7 +159,7 @@ def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:
     Raises TamperedError, ValueError for an invalid record, and RuntimeError if the store does.
     """
     found = store.peek(key)
-    return None if found is None else unpacked(found, kind, _MOST_NBYTES)
+    return None if found is None else unpacked(found, kind, MOST_NBYTES)
 
 
 # How long another process has given no sign of life, counted only while this one ran itself.
