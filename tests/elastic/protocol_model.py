@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of the recovery protocol, explored in every order: ranks fail at any step, rejoin, and leave operations late.
+"""A model of the recovery protocol: every order of failures, rejoins, late operations and unsound gradients.
 
 Ranks are the product's own (`protocol.Rank`), one for each cell, and so is how the launcher's membership changes; here
 are the store, and the memory in which a late operation writes. A step is one look at what others do, or one word for
@@ -22,7 +22,9 @@ from adaptra_megatron.common.membership import Departure, Membership, Readiness
 from adaptra_megatron.elastic import generation as generations
 from adaptra_megatron.elastic.failure_errors import UnrecoverableError
 from adaptra_megatron.elastic.protocol import (
+    _ADMISSION,
     COMMIT,
+    REPEAT,
     Agreement,
     Arrive,
     Arrived,
@@ -42,6 +44,7 @@ from adaptra_megatron.elastic.protocol import (
     PutOnce,
     Rank,
     Ticket,
+    Unsound,
 )
 
 READY = Readiness(0, 0, "host", "boot/net")
@@ -49,10 +52,7 @@ _INTERRUPTED = "is interrupted"
 """Label of the step in which a rank sees that another has failed."""
 _NOT_YET_IN = (Phase.RECEIVING, Phase.COMING, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT)
 """Of a process that rejoins: it does not train in its generation yet."""
-_IN_ADMISSION = (
-    *(Phase.ADMITTING, Phase.CALLING_IN, Phase.HANDING_OVER, Phase.RECEIVING, Phase.COMING, Phase.COUNTING),
-    *(Phase.EXPECTING, Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT),
-)
+_IN_ADMISSION = (*_ADMISSION, Phase.ADMITTING, Phase.CALLING_OFF, Phase.LEFT)
 _GIVES = (
     *(Phase.HANDING_OVER, Phase.COMING, Phase.COUNTING, Phase.EXPECTING),
     *(Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF),
@@ -74,6 +74,8 @@ class Scope:
     failures: int = 2
     admissions: int = 2
     late_operations: int = 1
+    unsound: int = 0
+    """How many times a rank finds that gradients are not those of all micro-batches."""
     fenced: bool = True
     """False: rules without a fence."""
 
@@ -113,6 +115,7 @@ class World(NamedTuple):
     failures: int = 0
     admissions: int = 0
     lates: int = 0
+    unsound: int = 0
 
 
 Steps = Iterator[tuple[str, World]]
@@ -193,7 +196,9 @@ class Model:
         Nothing can change the membership any more. The process has all the choices that it will ever have here, and no
         step of others changes what comes of them.
         """
-        if world.failures < self.scope.failures or world.admissions < self.scope.admissions or _admits(world):
+        scope = self.scope
+        left = (world.failures, world.admissions, world.unsound) != (scope.failures, scope.admissions, scope.unsound)
+        if left or _admits(world):
             return None
         for rank in range(len(world.processes)):
             if steps := [(f"{rank} {label}", after) for label, after in self._by_itself(world, rank)]:
@@ -270,6 +275,9 @@ class Model:
         assert state is not None
         match request:
             case Attempt(name):
+                if world.unsound < self.scope.unsound and not state.repeated:
+                    after = self._answered(world, rank, process, Unsound())
+                    yield "finds gradients unsound", after._replace(unsound=world.unsound + 1)
                 yield from self._arrives(world, rank, process, name)
             case AwaitChange(tried):
                 for membership in world.memberships[process.seen :]:
@@ -283,9 +291,8 @@ class Model:
                     wrote = world._replace(store={**world.store, (put.generation, put.key): put.value})
                     yield f"puts {put.key}", self._answered(wrote, rank, process._replace(state=turned), Done())
             case PutOnce(generation, key, word):
-                if word.startswith(COMMIT) and not all(
-                    (state.attempt, each) in world.came for each in state.generation.live
-                ):
+                missing = any((state.attempt, each) not in world.came for each in state.generation.live)
+                if missing and word.startswith(COMMIT):
                     raise ViolationError(f"{rank} commits {state.attempt}, to whose end not all have come")
                 there = world.store.get((generation, key), word)
                 wrote = world._replace(store={**world.store, (generation, key): there})
@@ -366,7 +373,8 @@ class Model:
             after = self._settled(self._advanced(process, before.after(answer)))
         except UnrecoverableError:  # the job is lost, which is said: nothing is wrong with that
             gone = tuple(Process(None) for _ in world.processes)
-            return World(gone, world.memberships[-1:], {}, frozenset(), self.scope.failures, self.scope.admissions)
+            ended = self.scope.failures, self.scope.admissions, 0, self.scope.unsound
+            return World(gone, world.memberships[-1:], {}, frozenset(), *ended)
         return self._with(world, rank, after)
 
     def _settled(self, process: Process) -> Process:
@@ -445,6 +453,8 @@ class Model:
         of_these = {key: value for key, value in world.store.items() if _may_be_met(key[0], oldest, meets)}
         names = {name for state in states for name in (state.attempt, state.attempted, *state.open)}
         names |= {value.attempted for value in of_these.values() if isinstance(value, HandedIn)}
+        first = min(((state.call, state.turn) for state in states), default=(0, 0))
+        names |= {key[5:] for (_, key), word in of_these.items() if word == REPEAT and _is_ahead(key, first)}
         store = {key: of_these[key] for key in of_these if key[1][:5] != "fate/" or key[1][5:] in names}
         came = frozenset(each for each in world.came if each[0] in names)
         return world._replace(store=store, came=came)
@@ -466,7 +476,7 @@ class Model:
             (_renamed_key(key, names), _renamed_value(value, names)) for key, value in world.store.items()
         )
         came = frozenset((name, names[rank]) for name, rank in world.came)
-        counts = world.failures, world.admissions, world.lates
+        counts = world.failures, world.admissions, world.lates, world.unsound
         return hash((tuple(processes), store, came, left, members, counts))
 
     def _names(self, world: World) -> Names:
@@ -493,6 +503,12 @@ class Model:
 
 def _may_be_met(generation: generations.GenerationId | None, oldest: generations.GenerationId, meets: set[Any]) -> bool:
     return generation is None or generation > oldest or generation in meets
+
+
+def _is_ahead(fate: str, first: tuple[int, int]) -> bool:
+    """Return whether the rank that has come least far, to the call and turn of `first`, may look at a fate yet."""
+    _, call, _, turn = fate.split("/")
+    return (int(call), int(turn)) >= first
 
 
 def _admits(world: World) -> bool:
@@ -551,7 +567,7 @@ def _state_key(state: Rank, names: Names) -> Any:
     here, met = state.generation, state.next
     called = state.phase is Phase.CALLING_IN
     return (
-        *(state.call, state.turn, state.phase, state.inside, state.attempted, state.due),
+        *(state.call, state.turn, state.phase, state.inside, state.repeated, state.attempted, state.due),
         tuple(sorted(names[int(each)] for each in state.open)) if called else state.open,
         (here.id, _renamed(here.live, names), _epochs(here.admitted, names), _epochs(here.refused, names)),
         None if met is None else (met.id, _renamed(met.live, names)),
@@ -588,13 +604,3 @@ def _renamed_value(value: Any, names: Names) -> Any:
             epochs = (_epochs(each, names) for each in (value.admitted, value.refused))
             return value.membership, value.admission, value.call, value.turn, *ranks, *epochs
     raise AssertionError(value)
-
-
-def numbered_by_membership(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Rules of old: an admission takes the number of the membership that it follows from."""
-
-    def old(layout: Any, membership: Any, before: Any, call: int) -> Any:
-        found = original(layout, membership, before, call)
-        return replace(found, id=generations.GenerationId(membership.epoch))
-
-    return old
