@@ -192,10 +192,14 @@ class Recovery(IterationHooks):
 
     def _attempt(self, attempt: Attempt, call: PipelineCall, generation: Generation, number: int) -> Attempted:
         """Run one attempt at `call` in `generation`. `number`: of earlier attempts, which did not commit."""
+        if number == 0 and not call.forward_only:
+            # Before whatever a failure can interrupt, so that each later attempt finds the state of this call.
+            self._kept.keep()
         self._enter(call, generation)
         self._groups.gather_missed()
-        if not call.forward_only:
-            self._begin_attempt(call, again=number > 0)
+        if number > 0 and not call.forward_only:
+            forget_attempt(call)
+            self._kept.restore()
         self._digest = self._conserved = None
         if generation.id != self._digested:
             scheduler = None if self._feature.training is None else self._feature.training.scheduler
@@ -203,14 +207,6 @@ class Recovery(IterationHooks):
             self._digest = digest_of(call.model_chunks, self.pipeline.iterations, steps)
         # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
         return attempt(call, self.manager.turn)
-
-    def _begin_attempt(self, call: PipelineCall, *, again: bool) -> None:
-        """Restore the state in which the first attempt began, except before the first attempt, which saves it."""
-        if not again:
-            self._kept.keep()
-            return
-        forget_attempt(call)
-        self._kept.restore()
 
     def _enter(self, call: PipelineCall, generation: Generation) -> None:
         """Continue from `call` with the live ranks of `generation`; do nothing if it was entered before.

@@ -84,3 +84,17 @@ def test_where_parameters_lie_is_not_in_the_digest() -> None:
             buffer[first : first + size] = values[:size]
             digests.add((size, digest_of([Model(buffer[first : first + size])], 0, 0)))
     assert len(digests) == 2
+
+
+def test_biases_of_routers_are_in_the_digest_and_other_buffers_are_not() -> None:
+    def digest(bias: torch.Tensor, tokens: float = 0.0) -> bytes:
+        model = Model(torch.arange(4.0))
+        model.register_buffer("expert_bias", bias)
+        model.register_buffer("local_tokens_per_expert", torch.full((4,), tokens))
+        return digest_of([model], 0, 0)
+
+    bias = torch.tensor([0.5, 0.0, -0.5, 0.25])
+    moved = bias + torch.tensor([0.0, 1e-3, 0.0, 0.0])
+    assert digest(bias) != digest(moved)
+    assert digest(bias) == digest(bias, tokens=3.0)
+    assert digest(bias) == digest(bias.to(torch.bfloat16)), "before the router's first forward"

@@ -140,13 +140,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def digest_of(model_chunks: Sequence[Any], iterations: int, scheduler_steps: int) -> bytes:
-    """Return 32 bytes that are equal on two ranks if, and almost certainly only if, their parameters are equal bit for
-    bit.
+    """Return 32 bytes that are equal on two ranks if, and almost certainly only if, their parameters and the biases of
+    their routers (`expert_bias`) are equal bit for bit.
 
     The digest also covers the order, shapes and types of all parameters of `model_chunks`, `iterations` and
-    `scheduler_steps`. Parameters must have been gathered and the device must have finished, as this reads from it. 16
-    bytes of each MiB are copied to the host. Integer arithmetic modulo 2^64 gives the same on all devices, in any order
-    of addition.
+    `scheduler_steps`. No other buffers: they may differ between replicas by design. Parameters must have been gathered
+    and the device must have finished, as this reads from it. 16 bytes of each MiB are copied to the host. Integer
+    arithmetic modulo 2^64 gives the same on all devices, in any order of addition.
 
     For each block of words x the device computes two sums of a_i * x_i, with fixed tables of odd a. One differing word
     always changes both sums, as an odd number has an inverse modulo 2^64. Several differing words leave one sum
@@ -159,11 +159,14 @@ def digest_of(model_chunks: Sequence[Any], iterations: int, scheduler_steps: int
     blocks: dict[torch.device, _BlockSums] = {}
     sums: list[torch.Tensor] = []
     for chunk in model_chunks:
-        for parameter in chunk.parameters():
-            total.update(f"{tuple(parameter.shape)}{parameter.dtype}".encode())
-            device = parameter.device
+        buffers = torch.nn.Module.named_buffers(chunk)
+        # As 32 bits, which a router makes of its bias in its first forward: replicas may not all have come to theirs.
+        biases = (buffer.float() for name, buffer in buffers if name.endswith("expert_bias"))
+        for tensor in (*chunk.parameters(), *biases):
+            total.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            device = tensor.device
             blocks[device] = blocks.get(device) or _BlockSums(device)
-            sums += blocks[device].of(parameter.detach())
+            sums += blocks[device].of(tensor.detach())
     if sums:
         total.update(torch.stack(sums).cpu().numpy().tobytes())
     return total.digest()

@@ -6,6 +6,7 @@ Decorators around what a rank does in a new generation: the delegate of RANK is 
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
 live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work. Or,
 without a death, RANK's gradients are set to 0 between the first micro-batch and the second.
+With "back:RANK", RANK dies as it makes the first group of those that live once ranks have come back.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
 """
 
@@ -76,10 +77,10 @@ def break_paths(enter: Callable[..., None], faults: PathFaults, rank: int) -> Ca
     return struck
 
 
-def die(make: Callable[..., Any]) -> Callable[..., Any]:
+def die(make: Callable[..., Any], *, back: bool = False) -> Callable[..., Any]:
     @functools.wraps(make)
     def struck(groups: FaultTolerantGroups, *arguments: Any) -> Any:
-        if groups._generation != FIRST:
+        if groups._generation.admission if back else groups._generation != FIRST:
             say("rank")
             os.kill(os.getpid(), signal.SIGKILL)
         return make(groups, *arguments)
@@ -148,6 +149,7 @@ def main(fault: str, arguments: list[str]) -> None:
         "zero": Replacement(MegatronComputation, "backward", zero(MegatronComputation.backward), "gradients are lost"),
         "rank": Replacement(FaultTolerantGroups, "_make_native", die(FaultTolerantGroups._make_native), "a rank dies"),
     }
+    decorated["back"] = replace(decorated["rank"], value=die(FaultTolerantGroups._make_native, back=True))
     args = parse_arguments(arguments)
     args.distributed_backend = "gloo"
     with Replaced([decorated[kind]] if rank == int(number) else []), faults:

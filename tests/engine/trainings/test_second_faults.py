@@ -8,13 +8,14 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
-from campaigns.dying_trainings import KILLED, LONGEST_S, TRAIN_GPT, Layout, problems, train
+from campaigns.dying_trainings import BACK, EXPERTS, KILLED, LONGEST_S, TRAIN_GPT, Layout, problems, train
 from testing.jobs.fault_tolerant_jobs import Host, run_with_failures
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.job_store import JobStore
@@ -62,12 +63,13 @@ def run(
     flags: str = "",
     host: Host | None = None,
     deaths: tuple[str, ...] = (f"{DYING}:3:2",),
+    layout: Layout = LAYOUT,
 ) -> list[RankResult]:
     """A training in which rank DYING dies in the fourth iteration, or ranks die as `deaths` say."""
-    arguments = [*argv, *LAYOUT.arguments(directory, deaths), *flags.split()]
+    arguments = [*argv, *layout.arguments(directory, deaths), *flags.split()]
     logs = directory / "logs"
     return run_with_failures(
-        LAYOUT.world_size, arguments, timeout_s=LONGEST_S, server=server, log_directory=logs, host=host
+        layout.world_size, arguments, timeout_s=LONGEST_S, server=server, log_directory=logs, host=host
     )
 
 
@@ -89,6 +91,26 @@ def test_a_fault_in_a_new_epoch_changes_no_number(
     assert "struck: " in results[int(struck)].output, "the fault did not fire"
     assert {result.rank for result in results if result.returncode == KILLED} == dead
     assert not problems(LAYOUT, peace, tmp_path, results)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("fault", "dying"), [("rank:1", 1), pytest.param("back:2", 2, marks=pytest.mark.slow)], ids=["back", "old"]
+)
+def test_an_iteration_that_is_interrupted_before_its_first_action_is_redone_from_its_own_buffers(
+    fault: str, dying: int, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Rank 1 comes back in the third iteration, and a rank dies as the others of its stage wait for it to gather
+    parameters: they had routers' biases of the second iteration, or none."""
+    layout = replace(LAYOUT, flags=f"{LAYOUT.flags} {EXPERTS}", micro_batches=2, iterations=4)
+    assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
+    flags, host = "--emulate-wait-for-arrivals 2", Host(layout.world_size, restarts=1)
+    results = run(tmp_path / "deaths", fork_server, [STRUCK_RANKS, fault], flags, host, ("1:1:2",), layout)
+    assert "struck: " in results[dying].output, "the fault did not fire"
+    assert results[1].output.count(BACK) == 1
+    assert results[dying].returncode, "it is back for good"
+    struck = {layout.cell(dying)}
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results, struck)
 
 
 @pytest.mark.timeout(150)
