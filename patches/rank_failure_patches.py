@@ -89,6 +89,8 @@ def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
 
 
 def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    built: dict[str, Any] = {}
+
     @functools.wraps(stock)
     def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider: Any) -> Any:
         from megatron.training import get_args
@@ -96,31 +98,38 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
 
         feature, provider = runtime.feature(FaultTolerance), build_train_valid_test_datasets_provider
-        if feature.rejoins:
-            provider = _built_before(provider)
+        if feature.rejoins and feature.training is not None:
+            built.update(_built_before(provider, len(feature.training.model)))
         for name, value in (feature.rejoin() or {}).items():
             setattr(get_args(), name, value)
-        return stock(provider)
+
+        @functools.wraps(provider)
+        def provide(numbers: Any) -> Any:
+            # Others in another phase of training (--phase-transition-iterations).
+            asked = _asked(provider, numbers)
+            return built[asked] if asked in built else provider(numbers)
+
+        return stock(provide if built else provider)
 
     return build_train_valid_test_data_iterators
 
 
-def _built_before(provider: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the datasets of `provider` now, before other ranks wait for this process; return a provider of these."""
+def _built_before(provider: Callable[..., Any], chunks: int) -> Mapping[str, Any]:
+    """Build the datasets of all `chunks` now, before other ranks wait for this process; return them by `_asked`."""
     from megatron.core import parallel_state
     from megatron.training import training
 
     if not getattr(provider, "is_distributed", False) and parallel_state.get_tensor_model_parallel_rank():
-        return provider  # stock builds none here
+        return {}  # stock builds none here
+    providers = [provider]
+    if "vp_stage" in getattr(provider, "keywords", {}):  # pretrain asks for those of one chunk after the other
+        providers = [functools.partial(provider, vp_stage=chunk) for chunk in range(chunks)]
     samples = training.get_train_valid_test_num_samples()
-    datasets = provider(samples)
+    return {_asked(each, samples): each(samples) for each in providers}
 
-    @functools.wraps(provider)
-    def provide(numbers: Any) -> Any:
-        # Others in another phase of training (--phase-transition-iterations).
-        return datasets if numbers == samples else provider(numbers)
 
-    return provide
+def _asked(provider: Any, numbers: Any) -> str:
+    return f"{numbers} samples, {getattr(provider, 'keywords', {})}"
 
 
 FAULT_TOLERANCE_PATCHES = (
