@@ -30,7 +30,6 @@ from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, Inputs, IterationHooks
 from adaptra_megatron.engine.iteration_work import Work
 from adaptra_megatron.engine.routed_inputs import RoutableInputs, receives_wait
-from adaptra_megatron.megatron.gradients.gradient_sync import gather_parameters
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
@@ -347,7 +346,7 @@ class Rerouting(IterationHooks):
             return work()
         program, order = self._ordered(call, schedule)
         if not call.forward_only:
-            gather_parameters(call.model_chunks)
+            _gather_parameters(call.model_chunks)
         return self.pipeline.works.routed(call, program, order, self.pipeline.iterations)
 
     def _routes(self, call: PipelineCall) -> bool:
@@ -428,3 +427,16 @@ def others(program: Program, layout: JobLayout, *, also_own: bool = False) -> se
     messages = [message for step in program.steps for message in (step.receive, step.send) if message is not None]
     ends = {end for message in messages for end in (message.source, message.target)}
     return ends - ({layout.rank} if also_own else set(layout.pipeline))
+
+
+def _gather_parameters(model_chunks: Sequence[Any]) -> None:
+    """Gather all parameters before the first action. Collective over each stage's replicas.
+
+    Otherwise the first forwards would gather them (distributed_data_parallel.py: _make_forward_pre_hook) and wait for
+    the forwards of other replicas. If micro-batches are routed, another replica may run its forward only after a
+    backward that waits for this forward, or never. Does nothing for gathered parameters.
+    """
+    for model in model_chunks:
+        if getattr(model, "remove_forward_pre_hook_handles", None):
+            for group in reversed(model.bucket_groups + model.expert_parallel_bucket_groups):  # as modules come
+                group.finish_param_sync()

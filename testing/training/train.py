@@ -133,6 +133,7 @@ class Trainer:
         for chunk in self.model:
             chunk.train()
         first = self.iteration
+        gather = self._without_gathers()
         while self.iteration < args.train_iters:
             if self._saves is not None:
                 self._saves.maybe_finalize_async_calls()
@@ -143,6 +144,8 @@ class Trainer:
             if self._graphs is not None and self.iteration - first == args.cuda_graph_warmup_steps:
                 self._capture()
             grad_norm = self._train_step(iterators)
+            if self.iteration == first:
+                self._with_gathers(gather)
             if self._runtime is not None and (plan := self._runtime.last_plan()) is not None:
                 self.result.plans.append(plan)
             self.iteration += 1
@@ -167,6 +170,25 @@ class Trainer:
             self._saves.maybe_finalize_async_calls(blocking=True)
             self._saves.close()
 
+    def _without_gathers(self) -> Any:
+        """Have forwards gather no parameters, as Megatron's train() before its first iteration; return what does it."""
+        gather = self.config.param_sync_func
+        if self.args.overlap_param_gather:
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook(param_sync=False)
+            self.config.param_sync_func = None
+        return gather
+
+    def _with_gathers(self, gather: Any) -> None:
+        """Have forwards gather parameters from now on, as after Megatron's first iteration."""
+        if not self.args.overlap_param_gather:
+            return
+        for chunk in self.model:
+            chunk.enable_forward_pre_hook()
+        self.config.param_sync_func = gather
+        if self._graphs is not None and not self.args.cuda_graph_warmup_steps:
+            self._graphs.cuda_graph_set_manual_hooks()
+
     def _saves_regularly(self) -> bool:
         return bool(self.args.save_interval) and self.iteration % self.args.save_interval == 0
 
@@ -179,7 +201,7 @@ class Trainer:
         return self._runtime.feature(FaultTolerance).saves.is_due
 
     def _capture(self) -> None:
-        hooked = self.model if self.args.overlap_param_gather and self.iteration else []
+        hooked = self.model if self.args.overlap_param_gather and self.args.cuda_graph_warmup_steps else []
         for chunk in hooked:
             chunk.disable_forward_pre_hook(param_sync=False)
         self._graphs.create_cudagraphs()

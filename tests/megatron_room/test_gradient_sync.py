@@ -199,6 +199,20 @@ def test_parameters_are_gathered_one_chunk_ahead_and_once(one: bool) -> None:
         assert job.events == gathers[:expected]
 
 
+@pytest.mark.parametrize("in_gradients", [False, True])
+def test_parameters_that_have_been_gathered_since_the_last_step_are_not_gathered_again(in_gradients: bool) -> None:
+    """Unless they are gathered in the gradients' memory."""
+    job = Job(3)
+    job.config.param_sync_func = job.sync_functions("gather", one=True)
+    config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=in_gradients)
+    for chunk, model in enumerate(job.models):
+        groups = [SimpleNamespace(ddp_config=config, param_gather_dispatched=each != chunk) for each in (0, 9)]
+        model.bucket_groups, model.expert_parallel_bucket_groups = groups[:1], groups[1:]
+    sync = ParameterSync(job.config, job.models)
+    sync.before_forward(1)
+    assert job.events == [f"gather parameters {chunk}" for chunk in (range(3) if in_gradients else [0])]
+
+
 def test_a_single_chunk_gathers_nothing_as_in_stock() -> None:
     job = Job(1)
     job.config.param_sync_func = job.sync_functions("gather", one=True)

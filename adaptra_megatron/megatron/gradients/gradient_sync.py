@@ -148,21 +148,20 @@ class ParameterSync:
 
     def _start_through(self, chunk: int) -> None:
         while self._param_sync is not None and self._started <= min(chunk, len(self._model_chunks) - 1):
-            self._param_sync[self._started](self._model_chunks[self._started].parameters())
+            if not _is_gathered(model := self._model_chunks[self._started]):
+                self._param_sync[self._started](model.parameters())
             self._started += 1
 
 
-def gather_parameters(model_chunks: Sequence[Any]) -> None:
-    """Gather all parameters before the first action. Collective over each stage's replicas.
+def _is_gathered(model: Any) -> bool:
+    """Return whether a chunk's parameters have been gathered since the last step, which is so on all replicas or none.
 
-    Otherwise the first forwards would gather them (distributed_data_parallel.py: _make_forward_pre_hook) and wait for
-    the forwards of other replicas. If micro-batches are routed, another replica may run its forward only after a
-    backward that waits for this forward, or never. Does nothing for gathered parameters.
+    To gather them again is not: a rank that has rejoined never does in its first iteration (training.py: train).
     """
-    for model in model_chunks:
-        if getattr(model, "remove_forward_pre_hook_handles", None):
-            for group in reversed(model.bucket_groups + model.expert_parallel_bucket_groups):  # as modules come
-                group.finish_param_sync()
+    groups = [*getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ())]
+    # What is gathered in the gradients' memory is written there anew in each iteration.
+    in_gradients = any(group.ddp_config.reuse_grad_buf_for_mxfp8_param_ag for group in groups)
+    return bool(groups) and not in_gradients and all(group.param_gather_dispatched for group in groups)
 
 
 def _per_chunk(function: Any, chunks: int) -> list[Callable[..., Any]] | None:

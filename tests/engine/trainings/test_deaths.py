@@ -139,7 +139,7 @@ RETURNS = (
     ),
     Case(
         "combined-and-offloaded",
-        Layout(2, 2, expert=2, flags=f"{COMBINED} {SHARDED} {OFFLOADS}"),
+        Layout(2, 2, expert=2, flags=f"{COMBINED} {SHARDED} {OFFLOADS} --align-param-gather"),
         ("1:2:1", "6:5:3"),
         slow=False,
     ),
