@@ -14,6 +14,7 @@ from adaptra_megatron.common.membership import START_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, UnrecoverableError, of_backend
 from adaptra_megatron.elastic.process_group_manager import live_groups
+from adaptra_megatron.elastic.protocol import Phase
 from adaptra_megatron.elastic.rejoin import RejoiningRank, refuse_other_settings
 from adaptra_megatron.engine.rejoining import settings_of
 
@@ -54,7 +55,8 @@ def test_a_broken_connection_is_explained_by_the_departure_that_is_known_later()
     # Nothing is known before the error, however long its thread takes.
     rejoining._records = SimpleNamespace(newest=lambda: next(looks) if sys.exc_info()[0] else None)
     rejoining.layout, rejoining.timeout_s = SimpleNamespace(rank=1, name=lambda rank: f"rank {rank}"), 60.0
-    joined: Any = SimpleNamespace(rank=SimpleNamespace(is_struck_by=lambda membership: membership == "departed"))
+    state = SimpleNamespace(phase=Phase.COMING, is_struck_by=lambda membership: membership == "departed")
+    joined: Any = SimpleNamespace(rank=state)
 
     def broken() -> None:
         with of_backend():
