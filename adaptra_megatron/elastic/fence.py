@@ -260,30 +260,22 @@ _LOOKS_S = 0.0005
 class OperationStillRunsError(UnrecoverableError):
     """An operation of an earlier generation may still write, so this process must not go on."""
 
-    def __init__(self, operation: str, group: str, members: tuple[int, ...], waited_s: float) -> None:
-        self.operation, self.group, self.members, self.waited_s = operation, group, members, waited_s
+    def __init__(self, running: str, waited_s: float) -> None:
+        """`running`: the operation with its group and ranks."""
+        self.running, self.waited_s = running, waited_s
         super().__init__(
-            f"{operation} of {group} over ranks {', '.join(map(str, members))} has not ended {waited_s:.1f} s after "
-            "its connections were shut down, and may still write into what the next attempt uses: this rank ends, and "
-            "the others go on without it; see whether its device or the kernel hangs"
+            f"{running} has not ended {waited_s:.1f} s after connections were shut down, and may still write into what "
+            "the next attempt uses: this rank ends, and the others go on without it; see whether its device or the "
+            "kernel hangs"
         )
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """One operation in progress."""
-
-    work: Any
-    """Torch's handle."""
-    operation: str
-    group: FencedGroup
 
 
 class Fence:
     """Operations and process groups of one process in one generation. For the training thread."""
 
     def __init__(self) -> None:
-        self._launched: list[_Launched] = []
+        self._launched: list[tuple[Any, str]] = []
+        """Torch's handles of operations in progress, and what these are."""
         self._groups: list[FencedGroup] = []
 
     def guarded(self, native: Any, name: str, members: tuple[int, ...], sockets: GlooSockets | None) -> FencedGroup:
@@ -306,10 +298,7 @@ class Fence:
         self._prune()
         while self._launched:
             if time.monotonic() - begun_s > timeout_s:
-                first = self._launched[0]
-                raise OperationStillRunsError(
-                    first.operation, first.group.name, first.group.members, time.monotonic() - begun_s
-                )
+                raise OperationStillRunsError(self._launched[0][1], time.monotonic() - begun_s)
             time.sleep(_LOOKS_S)
             self._prune()
         if torch.cuda.is_available():
@@ -322,12 +311,12 @@ class Fence:
         self._groups.clear()
         DeviceThread(natives.clear, "adaptra-leave").start()
 
-    def _note(self, work: Any, operation: str, group: FencedGroup) -> None:
+    def _note(self, work: Any, operation: str) -> None:
         self._prune()
-        self._launched.append(_Launched(work, operation, group))
+        self._launched.append((work, operation))
 
     def _prune(self) -> None:
-        self._launched = [each for each in self._launched if not each.work.is_completed()]
+        self._launched = [each for each in self._launched if not each[0].is_completed()]
 
     def _wait_for_device(self, deadline_s: float) -> None:
         """Wait until the kernels of aborted communicators have ended.
@@ -344,7 +333,9 @@ class Fence:
 
         DeviceThread(synchronize, "adaptra-fence").start()
         if not done.wait(max(0.0, deadline_s - begun_s)):
-            raise OperationStillRunsError("a kernel", f"device {device}", (), time.monotonic() - begun_s)
+            last = "; ".join(group.last for group in self._groups if group.last) or "nothing"
+            running = f"an unknown kernel on device {device} (launched last over NCCL: {last})"
+            raise OperationStillRunsError(running, time.monotonic() - begun_s)
 
 
 class FencedGroup:
@@ -356,11 +347,13 @@ class FencedGroup:
         name: str,
         members: tuple[int, ...],
         sockets: GlooSockets | None,
-        note: Callable[[Any, str, FencedGroup], None],
+        note: Callable[[Any, str], None],
     ) -> None:
-        self.native, self.name, self.members = native, name, members
+        self.native, self._place = native, f"{name} over ranks {', '.join(map(str, members))}"
         self.is_gloo = isinstance(native, dist.ProcessGroupGloo)
         self._sockets, self._note = sockets, note
+        self.last = ""
+        """The last operation over NCCL, with group and ranks."""
 
     def close(self) -> None:
         """Make all pending operations fail."""
@@ -381,7 +374,8 @@ class FencedGroup:
             # What a graph captures is run by its replays: torch's handle of it never completes.
             captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
             if hasattr(found, "is_completed") and not captured:
-                self._note(found, name.strip("_"), self)
+                self.last = f"{name.strip('_')} of {self._place}"
+                self._note(found, self.last)
             return found
 
         return launched

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -11,9 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import timers
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, is_communication
+from adaptra_megatron.elastic.fence import Fence, OperationStillRunsError
 from adaptra_megatron.elastic.generation import Generation, GenerationId
 from adaptra_megatron.elastic.process_group import COUNTS, FaultTolerantGroup, UnwrittenError
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
@@ -36,13 +40,16 @@ class Done:
 
 
 class Stuck:
-    """An operation whose peer neither comes nor fails."""
+    """An operation whose peer neither comes nor fails; torch counts it as completed once it is aborted."""
+
+    def __init__(self, *, aborted: bool = False) -> None:
+        self._aborted = aborted
 
     def wait(self, _timeout: timedelta) -> None:
         raise RuntimeError("Timed out waiting 20ms for recv operation to complete")
 
     def is_completed(self) -> bool:
-        return False
+        return self._aborted
 
 
 def without_rank_1(*, replicas: int = REPLICAS) -> tuple[FaultTolerantGroups, FaultTolerantGroup]:
@@ -114,16 +121,61 @@ def test_means_of_gradients_are_over_all_replicas_and_their_counts_are_sums() ->
     assert count.item() == 1
 
 
-def test_gathering_what_a_failed_rank_had_is_refused_unless_its_part_is_ignored() -> None:
+def parts_of(whole: torch.Tensor) -> list[torch.Tensor]:
+    return list(whole.chunk(REPLICAS))
+
+
+GATHERS: dict[str, Callable[[FaultTolerantGroup, torch.Tensor], object]] = {
+    "list": lambda group, whole: group.allgather([parts_of(whole)], [torch.zeros(1)]),
+    "one tensor, by torch's oldest name": lambda group, whole: group._allgather_base(whole, torch.zeros(1)),
+    "one tensor": lambda group, whole: group.all_gather_single(whole, torch.zeros(1)),
+    "coalesced": lambda group, whole: group.all_gather_single_coalesced([whole], [torch.zeros(1)]),
+    "coalesced, by its older name": lambda group, whole: group.allgather_into_tensor_coalesced(
+        [whole], [torch.zeros(1)]
+    ),
+    "at the root": lambda group, whole: group.gather([parts_of(whole)], [torch.zeros(1)], None),
+    "at another root": lambda group, _: group.gather([], [torch.zeros(1)], None),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_gathering_what_a_failed_rank_had_is_refused_unless_its_part_is_ignored(name: str) -> None:
     groups, group = without_rank_1()
-    parts = [torch.full((1,), -1.0) for _ in range(REPLICAS)]
+    whole = torch.full((REPLICAS,), -1.0)
     with pytest.raises(UnwrittenError) as refusal:
-        group.allgather([parts], [torch.zeros(1)])
+        GATHERS[name](group, whole)
     assert (refusal.value.group, refusal.value.missing) == ("data#0", (1,))
     assert not is_communication(refusal.value)
     with groups.ignoring_failed_members():
-        group.allgather([parts], [torch.zeros(1)])
-    assert parts[1].item() == -1.0
+        GATHERS[name](group, whole)
+    assert whole[1].item() == -1.0
+
+
+def called_in(module: str, act: Callable[[], object]) -> Callable[[], object]:
+    """`act`, called by code of a module of this name."""
+    called: Callable[[], object] = eval("lambda: act()", {"__name__": module, "act": act})
+    return called
+
+
+@pytest.mark.parametrize("caller", ["megatron.core.timers", "megatron.training.dist_signal_handler"])
+def test_callers_that_set_the_output_before_may_lack_a_part(caller: str) -> None:
+    _, group = without_rank_1()
+    whole = torch.full((REPLICAS,), -1.0)
+    gather = functools.partial(group.allgather, [parts_of(whole)], [torch.zeros(1)])
+    by_torch = called_in("torch.distributed.distributed_c10d", gather)
+    called_in(caller, by_torch)()
+    assert whole[1].item() == -1.0
+    with pytest.raises(UnwrittenError):
+        called_in(f"{caller}_of_another", called_in(caller, called_in("a.script", by_torch)))()
+
+
+def test_megatrons_timers_are_such_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, group = without_rank_1()
+    monkeypatch.setattr(dist, "get_world_size", lambda: REPLICAS)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(timers, "dist_all_gather_func", group._allgather_base)
+    assert timers.Timers(0, "max")._get_elapsed_time_all_ranks(["forward"], False, False)[1].item() == 0.0
 
 
 def test_size_and_rank_stay_those_of_the_start() -> None:
@@ -142,6 +194,47 @@ def test_a_wait_ends_with_its_generation() -> None:
     groups.ended.set()
     with pytest.raises(EpochEndedError, match="generation 1 has ended"):
         groups.wait_for(Stuck())
+
+
+class StuckNative:
+    """Torch's own group over NCCL."""
+
+    def __init__(self, *, aborted: bool) -> None:
+        self.allreduce = functools.partial(Stuck, aborted=aborted)
+
+    def abort(self) -> None:
+        pass
+
+
+def stuck_fence(*, aborted: bool) -> Fence:
+    fence = Fence()
+    for name, members in (("data#0", (0, 2)), ("tensor#4", (2, 3)), ("unused", (2,))):
+        group = fence.guarded(StuckNative(aborted=aborted), name, members, None)
+        if name != "unused":
+            group.allreduce()
+    fence.close()
+    return fence
+
+
+def test_an_operation_that_does_not_end_is_named() -> None:
+    said = r"^allreduce of data#0 over ranks 0, 2 has not ended [0-9.]+ s after"
+    with pytest.raises(OperationStillRunsError, match=said):
+        stuck_fence(aborted=False).wait(0.1)
+
+
+def test_a_kernel_that_does_not_end_is_reported_with_the_last_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: ends.wait(60.0))
+    last = "allreduce of data#0 over ranks 0, 2; allreduce of tensor#4 over ranks 2, 3"
+    said = rf"^an unknown kernel on device 3 \(launched last over NCCL: {last}\) has not ended [0-9.]+ s after"
+    with pytest.raises(OperationStillRunsError, match=said):
+        stuck_fence(aborted=True).wait(0.1)
+    with pytest.raises(OperationStillRunsError, match=r"launched last over NCCL: nothing"):
+        Fence().wait(0.1)
+    ends.set()
+    stuck_fence(aborted=True).wait(60.0)
 
 
 def test_a_device_that_hangs_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
