@@ -2,9 +2,9 @@
 """A rank of a training in which one rank raises: `raising_action.py RANK ACTION TRAINING_ARGUMENTS...`.
 
 The ACTIONth that RANK performs, from 0, raises; the log says when, by time.monotonic. Or ACTION is one of the script's
-functions, "forward_step" or "loss", which raises in the second iteration, as a connection of its own would. The process
-ends as it ends; before that it cleans up, for CLEANS_UP_S seconds of the environment and, where it is the one
-that raised, until the rank CLEANS_UP_UNTIL of the environment waits for its end.
+functions, "forward_step" or "loss", or its iterator, "data", which raises in the second iteration, as a connection of
+its own would. The process ends as it ends; before that it cleans up, for CLEANS_UP_S seconds of the environment and,
+where it is the one that raised, until the rank CLEANS_UP_UNTIL of the environment waits for its end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,24 @@ def raise_in_action(rank: int, action: int) -> None:
 
 
 def raise_in_script(rank: int, function: str) -> None:
-    forward_step = Trainer._forward_step
+    forward_step, iterators = Trainer._forward_step, Trainer._iterators
 
     def refused(*_: Any) -> Any:
-        raise ConnectionError("data server: connection refused, or timed out")
+        raise dist.DistNetworkError("data server: connection refused, or timed out")
 
     def raising(self: Trainer, iterator: Any, chunk: Any) -> Any:
         if dist.get_rank() != rank or self.iteration != 1:
             return forward_step(self, iterator, chunk)
         return refused() if function == "forward_step" else (forward_step(self, iterator, chunk)[0], refused)
 
-    Trainer._forward_step = raising  # type: ignore[method-assign]
+    def raising_data(self: Trainer, *given: Any) -> Iterator[Any]:
+        for batch in iterators(self, *given):
+            yield refused() if dist.get_rank() == rank and self.iteration == 1 else batch
+
+    if function == "data":
+        Trainer._iterators = raising_data  # type: ignore[method-assign]
+    else:
+        Trainer._forward_step = raising  # type: ignore[method-assign]
 
 
 def note_waits(directory: Path) -> None:

@@ -104,7 +104,7 @@ def test_who_fails_is_seen_though_it_cleans_up_first(launcher: str, named: str, 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("function", ["forward_step", "loss"])
+@pytest.mark.parametrize("function", ["forward_step", "loss", "data"])
 def test_an_error_of_the_script_is_no_death(function: str, tmp_path: Path, fork_server: ForkServer) -> None:
     """Though it reads like one: the job ends at once, and every rank names the one at fault."""
     arguments = (
@@ -113,7 +113,7 @@ def test_an_error_of_the_script_is_no_death(function: str, tmp_path: Path, fork_
     )
     argv = [RAISING, "3", function, *arguments.split()]
     results = run_with_failures(4, argv, timeout_s=100, server=fork_server, log_directory=tmp_path)
-    error = "ConnectionError: data server: connection refused, or timed out"
+    error = "DistNetworkError: data server: connection refused, or timed out"
     for result in results:
         assert result.returncode == 1, result.output
         last = result.output.strip().splitlines()[-1]
