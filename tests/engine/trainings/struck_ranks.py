@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULT
-TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RANK" or "zero:RANK" as the fault.
+"""A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULTS
+TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RANK", "flip:RANK", "zero:RANK",
+"lose:RANK" or "miscount:RANK" as a fault; a comma lies between two.
 
 Decorators around what a rank does in a new generation: the delegate of RANK is killed as it opens links, each first
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
-live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work. Or,
-without a death, RANK's gradients are set to 0 between the first micro-batch and the second.
+live, one bit of RANK's parameters changes, or RANK plans as if the first stage of replica 2 were dead, too, so that
+this cell lives and has no work. Or, without a death, RANK's gradients are set to 0 between the first micro-batch and
+the second, in each attempt, or with "lose" in the attempt LOST alone. With "miscount", RANK adds one to the number of
+tokens by which gradients are divided, in the attempt MISCOUNTED.
 With "back:RANK", RANK dies as it makes the first group of those that live once ranks have come back.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
 """
@@ -13,15 +16,18 @@ Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "ca
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from testing.megatron.megatron_on_cpu import install
 
@@ -31,11 +37,13 @@ install(with_fused_weight_gradient=True)
 from adaptra_megatron.common.layout import Cell  # noqa: E402
 from adaptra_megatron.elastic.generation import FIRST  # noqa: E402
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups  # noqa: E402
-from adaptra_megatron.engine import iteration_work  # noqa: E402
+from adaptra_megatron.engine import fault_tolerance, iteration_work  # noqa: E402
 from adaptra_megatron.engine import rerouting as degraded  # noqa: E402
 from adaptra_megatron.engine.execution.executor import ActivationAccount  # noqa: E402
+from adaptra_megatron.engine.fault_tolerance import Recovery  # noqa: E402
 from adaptra_megatron.engine.rerouting import Rerouting  # noqa: E402
 from adaptra_megatron.megatron.computation import MegatronComputation  # noqa: E402
+from adaptra_megatron.megatron.megatron_call import PipelineCall  # noqa: E402
 from adaptra_megatron.schedule.ir import Action, Kind  # noqa: E402
 from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts  # noqa: E402
 from testing.faults.network.path_faults import Mode, PathFaults  # noqa: E402
@@ -47,6 +55,8 @@ from testing.training.training_arguments import parse_arguments  # noqa: E402
 STRUCK = "struck: "
 LASTS_S = 0.2
 PAUSED_S, PAUSED_IN = 2, 3
+LOST, MISCOUNTED = 2, 5
+"""Numbers of attempts, from 0; iteration LOST has two."""
 
 
 def say(what: str) -> None:
@@ -113,14 +123,43 @@ def pause(begin: Callable[..., Any]) -> Callable[..., Any]:
     return struck
 
 
-def zero(backward: Callable[..., Any]) -> Callable[..., Any]:
+def flip(digest: Callable[..., bytes]) -> Callable[..., bytes]:
+    @functools.wraps(digest)
+    def struck(model_chunks: Sequence[Any], *counters: int) -> bytes:
+        # Now, as a gather of parameters would give a change in this rank's own shard to all replicas.
+        words: Any = next(model_chunks[0].parameters()).data.view(torch.int32)
+        words.view(-1)[0] ^= 1
+        say("flip")
+        return digest(model_chunks, *counters)
+
+    return struck
+
+
+def zero(backward: Callable[..., Any], attempt: int | None = None) -> Callable[..., Any]:
+    attempts = itertools.count()
+
     @functools.wraps(backward)
     def struck(computation: Any, chunk: int, micro_batch: int, *given: Any, **keywords: Any) -> Any:
-        if micro_batch == 1:
+        if micro_batch == 1 and attempt in (None, next(attempts)):
             for buffer in computation._call.model_chunks[chunk].buffers:
                 buffer.reset()
             say("zero")
         return backward(computation, chunk, micro_batch, *given, **keywords)
+
+    return struck
+
+
+def miscount(finish: Callable[..., None]) -> Callable[..., None]:
+    attempts = itertools.count()
+
+    @functools.wraps(finish)
+    def struck(recovery: Recovery, reduce: Callable[[], None], call: PipelineCall, tokens: torch.Tensor) -> None:
+        def reduce_one_more() -> None:
+            tokens.add_(1)
+            say("miscount")
+            reduce()
+
+        finish(recovery, reduce_one_more if next(attempts) == MISCOUNTED else reduce, call, tokens)
 
     return struck
 
@@ -137,22 +176,26 @@ class CountedAccount(ActivationAccount):
             CountedAccount.most = max(self.most, self.peak)
 
 
-def main(fault: str, arguments: list[str]) -> None:
-    kind, _, number = fault.partition(":")
+def main(struck: list[str], arguments: list[str]) -> None:
     rank, faults = int(os.environ["RANK"]), PathFaults()
+    backward = MegatronComputation.backward
     decorated = {
         "delegate": Replacement(Rerouting, "enter", kill_delegate(Rerouting.enter), "a delegate is killed"),
         "path": Replacement(Rerouting, "enter", break_paths(Rerouting.enter, faults, rank), "device paths break"),
         "idle": Replacement(degraded, "plan_routed", relieve(degraded.plan_routed), "a cell has no work"),
         "pause": Replacement(Rerouting, "wrap_inputs", pause(Rerouting.wrap_inputs), "a rank stands still"),
         "cap": Replacement(iteration_work, "ActivationAccount", CountedAccount, "activations are counted"),
-        "zero": Replacement(MegatronComputation, "backward", zero(MegatronComputation.backward), "gradients are lost"),
+        "flip": Replacement(fault_tolerance, "digest_of", flip(fault_tolerance.digest_of), "a parameter changes"),
+        "zero": Replacement(MegatronComputation, "backward", zero(backward), "gradients are lost"),
+        "lose": Replacement(MegatronComputation, "backward", zero(backward, LOST), "gradients are lost once"),
+        "miscount": Replacement(Recovery, "finish", miscount(Recovery.finish), "a token is counted that is not there"),
         "rank": Replacement(FaultTolerantGroups, "_make_native", die(FaultTolerantGroups._make_native), "a rank dies"),
     }
     decorated["back"] = replace(decorated["rank"], value=die(FaultTolerantGroups._make_native, back=True))
     args = parse_arguments(arguments)
     args.distributed_backend = "gloo"
-    with Replaced([decorated[kind]] if rank == int(number) else []), faults:
+    mine = [decorated[kind] for kind, _, number in (each.partition(":") for each in struck) if int(number) == rank]
+    with Replaced(mine), faults:
         train(args)
         leave_job()
     if CountedAccount.most:
@@ -162,4 +205,4 @@ def main(fault: str, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1].split(","), sys.argv[2:])

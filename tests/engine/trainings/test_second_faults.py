@@ -21,7 +21,8 @@ from testing.jobs.fork_server import ForkServer
 from testing.jobs.job_store import JobStore
 
 STRUCK_RANKS = str(Path(__file__).with_name("struck_ranks.py"))
-LAYOUT = Layout(3, 2, flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+LAYOUT = Layout(3, 2, flags=f"{SHARDED} --calculate-per-token-loss --mock-data-padded")
 DYING = 1
 SHORT_S, TIMEOUT_S, END_S = 2.0, 3.0, 30.0
 
@@ -102,7 +103,7 @@ def test_an_iteration_that_is_interrupted_before_its_first_action_is_redone_from
 ) -> None:
     """Rank 1 comes back in the third iteration, and a rank dies as the others of its stage wait for it to gather
     parameters: they had routers' biases of the second iteration, or none."""
-    layout = replace(LAYOUT, flags=f"{LAYOUT.flags} {EXPERTS}", micro_batches=2, iterations=4)
+    layout = replace(LAYOUT, flags=f"{SHARDED} {EXPERTS}", micro_batches=2, iterations=4)
     assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
     flags, host = "--emulate-wait-for-arrivals 2", Host(layout.world_size, restarts=1)
     results = run(tmp_path / "deaths", fork_server, [STRUCK_RANKS, fault], flags, host, ("1:1:2",), layout)
@@ -172,4 +173,30 @@ def test_gradients_that_lack_a_micro_batch_are_not_committed(tmp_path: Path, for
     # Lost are micro-batch 0 and the mark of micro-batch 1, which is counted as its backward begins.
     said = rf"stage 1, chunk 0, bucket \d: gradients hold {expected - 2} of {expected} micro-batches"
     assert all(re.search(said, results[rank].output) for rank in (3, 4, 5)), results[4].output
+    assert not list(tmp_path.glob("rank*.pt"))
+
+
+@pytest.mark.timeout(150)
+def test_an_attempt_that_is_wrong_once_is_repeated_and_changes_no_number(
+    peace: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, "lose:4,miscount:5"], deaths=())
+    assert [results[rank].output.count("struck: ") for rank in (4, 5)] == [1, 1]
+    lost = "not those of the global batch; the attempt is repeated"
+    assert [result.output.count(lost) for result in results] == [0, 0, 0, 1, 1, 1]
+    said = r"gradients have been divided by (\d+) tokens, but micro-batches had (\d+); the attempt is repeated"
+    ((divisor, tokens),) = re.findall(said, "".join(result.output for result in results))  # by the last to come
+    assert int(divisor) == int(tokens) + 1
+    assert not problems(LAYOUT, peace, tmp_path, results)
+
+
+@pytest.mark.timeout(150)
+def test_replicas_that_differ_in_one_bit_after_a_death_end_the_job(tmp_path: Path, fork_server: ForkServer) -> None:
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, "flip:5"])
+    assert results[5].output.count("struck: flip") == 1
+    said = r"replicas of stage 1, lane 0 do not hold the same state after ranks have failed"
+    for result in results:
+        if result.rank != DYING:
+            assert result.returncode == 1, result.output
+            assert re.search(said, result.output.strip().splitlines()[-1]), result.output
     assert not list(tmp_path.glob("rank*.pt"))
