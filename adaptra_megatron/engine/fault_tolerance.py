@@ -187,7 +187,8 @@ class Recovery(IterationHooks):
         attempted = self.manager.carry_out(run, trains=not call.forward_only)
         if not call.forward_only:
             self._feature.saves.trained()
-        self._digested, self._digest, self._conserved = self.manager.generation.id, None, None
+        # Not the manager's generation: the attempt may have been found committed only once a later one was entered.
+        self._digested, self._digest, self._conserved = self._generation, None, None
         return attempted
 
     def _attempt(self, attempt: Attempt, call: PipelineCall, generation: Generation, number: int) -> Attempted:
