@@ -371,8 +371,8 @@ class FaultTolerantGroups:
         return CompletedWork()
 
     def gather_missed(self) -> None:
-        """Gather parameters again if a rank may have failed during the last gather."""
-        if self.stale:
+        """Gather parameters again if a rank may have failed during the last gather, or fails during this one."""
+        while self.stale:
             self.stale = False
             self.gather()
 

@@ -282,6 +282,30 @@ def test_a_result_is_not_expected_of_a_holder_that_has_failed(ends: str) -> None
     assert torch.equal(given, one())
 
 
+def test_a_gather_that_a_second_failure_interrupts_is_done_again_before_the_operation_over_all_ranks() -> None:
+    """Others had ended theirs, and gather again as they come to that operation: one that did not would wait there."""
+    groups, group = without_rank_1()
+    done: list[str] = []
+
+    def recover(_cause: Exception) -> None:
+        groups.enter(Generation(GenerationId(2), frozenset({0}), frozenset()), None)  # type: ignore[arg-type]
+        groups._natives[group, "cpu"] = Native()  # type: ignore[assignment]
+
+    def operate(name: str, *, renewed: bool) -> None:
+        def launch(*_given: Any) -> Any:
+            done.append(name)
+            if len(done) == 1:
+                raise EpochEndedError("rank 2 has failed, too")
+            return Done()
+
+        groups.run(group, [one()], launch, renewed=renewed)
+
+    groups._recover = recover
+    groups.gather = lambda: operate("gather", renewed=True)
+    operate("sum", renewed=False)
+    assert done == ["gather", "gather", "sum"]
+
+
 def test_torchs_watchdog_ends_no_live_rank_whatever_the_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun and `adaptra launch` set 1 in every rank: tear the process down once a peer has failed."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
