@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron.core.timers import Timer, Timers
 from support.processes import RankResult
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.elastic.failure_errors import EpochEndedError
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.engine.execution.stage_program import compile_program
@@ -25,6 +27,7 @@ from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord
 
 MICRO_BATCHES = 4
+REDUCED = ("conditional_embedding", "non_tensor_model_parallel", "word_embedding")
 WAITED_S, COMPUTED_S = 0.25, 0.5
 """Seconds of every action, whether it receives or not, so that sums tell which of them were counted."""
 
@@ -98,6 +101,48 @@ def test_an_attempt_that_failed_within_an_action_times_nothing(level: int) -> No
         for name in ("forward-compute", "backward-compute"):
             timers(name, log_level=2).start()
         forget_attempt(call)
+
+
+class Struck:
+    """A chunk of a model whose reduction ends as a rank fails."""
+
+    bucket_groups = expert_parallel_bucket_groups = ()
+
+    def finish_grad_sync(self, **_keywords: Any) -> None:
+        raise EpochEndedError("a rank has failed")
+
+    def zero_grad_buffer(self) -> None:
+        pass
+
+    def parameters(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("within", ["reduction", *(f"_allreduce_{each}_grads" for each in REDUCED)])
+def test_an_attempt_that_failed_within_a_reduction_times_nothing(
+    within: str, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_given: Any, **_keywords: Any) -> None:
+        raise EpochEndedError("a rank has failed")
+
+    timers, chunk = Timers(level, "max"), Struck()
+    config = SimpleNamespace(timers=timers, barrier_with_L1_time=False)
+    outer = timers("forward-backward", log_level=1)
+    outer.start()
+    finalizing: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    monkeypatch.setattr(finalizing, "get_model_config", lambda _chunk: config)
+    for name in (f"_allreduce_{each}_grads" for each in REDUCED):
+        monkeypatch.setattr(finalizing, name, fail if name == within else lambda *_given: None)
+    if within != "reduction":
+        monkeypatch.setattr(chunk, "finish_grad_sync", lambda **_keywords: None)
+    groups = SimpleNamespace(tp=None, pp=None, embd=None, pos_embd=None, dp_cp=None)
+    for _attempt in range(2):
+        with pytest.raises(EpochEndedError):
+            finalizing.finalize_model_grads([chunk], None, pg_collection=groups)
+        forget_attempt(cast(Any, SimpleNamespace(config=config, model_chunks=[chunk])))
+    outer.stop()
 
 
 def test_a_pipeline_is_timed_without_waiting_for_the_device(

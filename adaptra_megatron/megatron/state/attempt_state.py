@@ -40,6 +40,13 @@ if TYPE_CHECKING:
     from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
+_TIMERS = {
+    *("forward-compute", "backward-compute", "all-grads-sync", "conditional-embedder-grads-all-reduce"),
+    *("non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"),
+}
+"""What Megatron times within a call (schedules.py: forward_step, backward_step; finalize_model_grads.py)."""
+
+
 class AttemptState:
     """State at the beginning of the first attempt at an iteration, on one rank, for the life of the job."""
 
@@ -113,11 +120,12 @@ def forget_attempt(call: PipelineCall) -> None:
     """Reset gradients, reductions and timers after an attempt that did not finish, before the next attempt.
 
     Afterwards gradients are zero, no reduction is pending (distributed/param_and_grad_buffer.py:
-    _ParamAndGradBucketGroup), and no action is timed (schedules.py: forward_step, backward_step).
+    _ParamAndGradBucketGroup), and nothing within a call is timed.
     """
     if call.config.timers is not None:
-        for action in ("forward-compute", "backward-compute"):
-            call.config.timers(action, log_level=2)._started = False
+        timers = call.config.timers._timers
+        for name in _TIMERS & timers.keys():
+            timers[name]._started = False
     chunk: Any
     for chunk in call.model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
