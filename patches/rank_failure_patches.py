@@ -8,6 +8,7 @@ megatron.training.training.pretrain creates model and optimizer, then data itera
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,20 +53,21 @@ def _with_counts(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable
     return reset
 
 
+_OPERATIONS = "num_floating_point_operations_so_far"
 _COUNTERS = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
-    *("num_floating_point_operations_so_far", "do_train", "do_valid", "do_test"),
+    *(_OPERATIONS, "do_train", "do_valid", "do_test"),
 )
 """Arguments of Megatron's that change while it trains, and what ranks that read data say to the others."""
 
 
-def _progress() -> Mapping[str, Any]:
-    """Return how far training has come when an iteration begins."""
+def _progress(**counted: Any) -> Mapping[str, Any]:
+    """Return how far training has come when an iteration begins. `counted`: counters that arguments do not follow."""
     from megatron.training import get_args
 
     args = get_args()
     counters = {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)}
-    return {"iteration": args.curr_iteration, **counters}
+    return {"iteration": args.curr_iteration, **counters, **counted}
 
 
 def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
@@ -88,11 +90,29 @@ def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
     return setup_model_and_optimizer
 
 
+def _counted(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def checkpoint_and_decide_exit(*given: Any, **keywords: Any) -> Any:
+        from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+        feature = runtime.feature(FaultTolerance)
+        if feature.training is not None:
+            # train() alone knows how many there have been: a local variable, which it hands over here.
+            counted = {_OPERATIONS: signature.bind(*given, **keywords).arguments[_OPERATIONS]}
+            feature.training = feature.training._replace(progress=functools.partial(_progress, **counted))
+        return stock(*given, **keywords)
+
+    return checkpoint_and_decide_exit
+
+
 def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     built: dict[str, Any] = {}
 
     @functools.wraps(stock)
     def build_train_valid_test_data_iterators(build_train_valid_test_datasets_provider: Any) -> Any:
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.training import get_args
 
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
@@ -100,8 +120,11 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
         feature, provider = runtime.feature(FaultTolerance), build_train_valid_test_datasets_provider
         if feature.rejoins and feature.training is not None:
             built.update(_built_before(provider, len(feature.training.model)))
-        for name, value in (feature.rejoin() or {}).items():
+        for name, value in (progress := feature.rejoin() or {}).items():
             setattr(get_args(), name, value)
+        if progress:
+            # Of batches that have grown (--rampup-batch-size). train() would save where their size changes, alone.
+            update_num_microbatches(get_args().consumed_train_samples, consistency_check=False)
 
         @functools.wraps(provider)
         def provide(numbers: Any) -> Any:
@@ -173,5 +196,13 @@ FAULT_TOLERANCE_PATCHES = (
         parameters=("build_train_valid_test_datasets_provider",),
         reason="a restarted rank receives the others' state, and reads data from their position",
         replace=_begun,
+    ),
+    Patch(
+        identity="operations",
+        target="megatron.training.training:checkpoint_and_decide_exit",
+        versions=SUPPORTED,
+        parameters=("iteration", _OPERATIONS),
+        reason="a restarted rank counts floating-point operations from where the others are",
+        replace=_counted,
     ),
 )

@@ -142,3 +142,32 @@ def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
     losses = [[float(each) for each in found] for found in logged]
     assert len(losses[0]) == 5
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_rank_that_is_back_counts_samples_and_operations_as_the_others(tmp_path: Path) -> None:
+    """Batches double after 4 iterations, in the one in which rank 0, which writes the checkpoint, is back."""
+    ramp = ("--global-batch-size", "8", "--rampup-batch-size", "4", "4", "16", "--train-samples", "48")
+    training = ("--micro-batch-size", "1", *ramp, "--lr", "1e-3", "--lr-decay-style", "constant", "--log-interval", "1")
+    same = ("--pipeline-model-parallel-size", "2", *MOCK_DATA, *NO_DROPOUT, "--eval-iters", "0", "--eval-interval", "9")
+    saving = ("--save-interval", str(ITERATIONS), "--save")
+    pretrain(RANKS, tmp_path / "stock", *same, *saving, str(tmp_path / "stock-saved"), training=training)
+    results = pretrain(
+        RANKS,
+        tmp_path / "ours",
+        *(*same, *OURS, *saving, str(tmp_path / "saved")),
+        training=training,
+        emulated=("--emulate-death", "0:2:+15", "--emulate-wait-for-arrivals", "5"),
+        run=functools.partial(run_with_failures, restarts=1),
+        timeout_s=280.0,
+        CUDA_DEVICE_MAX_CONNECTIONS="8",
+    )
+    assert [result.returncode for result in results] == [0] * RANKS
+    assert BACK in results[0].output
+    counts = [_counts(tmp_path / saved / f"iter_{ITERATIONS:07}") for saved in ("stock-saved", "saved")]
+    assert counts[0] == counts[1]
+    assert all(counts[0])
+
+
+def _counts(checkpoint: Path) -> tuple[int, float]:
+    found = torch.load(checkpoint / "common.pt", weights_only=False)
+    return found["args"].consumed_train_samples, found["num_floating_point_operations_so_far"]
