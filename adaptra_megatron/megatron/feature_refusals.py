@@ -245,6 +245,12 @@ RECOVERY = (
         "the history of scales of an attempt that is redone would stay; other recipes keep none",
     ),
     Refusal(
+        "--overlap-param-gather with --fp16 or --loss-scale",
+        lambda settings: _scales_losses(settings) and getattr(settings, "overlap_param_gather", False),
+        "a rank that rejoins gathers no parameters in forwards, as the others do, until it has made a step, and one "
+        "that overflows is skipped; use --bf16",
+    ),
+    Refusal(
         "--fp8-param-gather",
         either("fp8_param_gather", "fp8_param"),
         "the scale of a parameter follows from its largest value, which may be in the shard of a rank that has failed",

@@ -422,6 +422,8 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "delayed": ({"fp8": "hybrid", "tp_only_amax_red": True}, "--fp8-recipe delayed with --tp-only-amax-red"),
     "parameters": ({"fp8_param_gather": True}, "--fp8-param-gather"),
     "config's parameters": ({"fp8_param": True}, "--fp8-param-gather"),
+    "overflows": ({"fp16": True, "overlap_param_gather": True}, "--overlap-param-gather with --fp16"),
+    "scaled": ({"loss_scale": 1024.0, "overlap_param_gather": True}, "--overlap-param-gather with --fp16"),
 }
 """Settings with which an attempt cannot be redone, or something fails with a rank."""
 
@@ -435,6 +437,11 @@ def test_what_cannot_be_recovered_is_refused_where_failures_are(name: str) -> No
     with pytest.raises(UnsupportedFeatureError, match="Drop one of the two"):
         refuse_for_recovery("failures", SimpleNamespace(), SimpleNamespace(**settings))
     refuse_arguments(SimpleNamespace(**settings, adaptra_reroute="stragglers", pipeline_model_parallel_size=1))
+
+
+@pytest.mark.parametrize("settings", [{"fp16": True}, {"bf16": True, "overlap_param_gather": True}])
+def test_either_of_a_loss_scale_and_gathers_in_forwards_is_recovered(settings: dict[str, Any]) -> None:
+    refuse_for_recovery("failures", SimpleNamespace(**settings))
 
 
 MEETING = (
