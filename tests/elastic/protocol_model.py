@@ -326,9 +326,12 @@ class Model:
         from any of them, so that they are alike."""
         state = process.state
         assert state is not None
+        assert state.next is not None
         if state.phase is Phase.HANDING_OVER:
             yield "hands over", self._answered(world, rank, process, Done())
-            yield "hands over too late", self._answered(world, rank, process, Interrupted())
+            stages = {state.layout.workers[each].cell.stage for each in state.next.live - state.before}
+            if state.layout.cell.stage in stages:
+                yield "finds a rank late", self._answered(world, rank, process, Interrupted())
             return
         if (state.generation.id, "admitted") in world.store:
             alone = process._replace(source=None)
