@@ -4,15 +4,21 @@
 A liveness check finds stalled ranks: processes that are stopped, or hang in a driver, while their hosts report. The
 first rank that has waited longer than the job's timeout, while the launcher knows of no failure, requests it. All
 running ranks interrupt their waits and respond. The launcher ends the ranks that have not responded within the timeout,
-and from then on they count as failed.
+and from then on they count as failed. A rank whose own device has failed ends by itself.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
@@ -24,6 +30,32 @@ from adaptra_megatron.elastic.generation import Generation, live_ranks
 logger = logger_of(__name__)
 
 _CONNECT_S, _STARTUP_POLL_S = 60.0, 0.5
+
+
+def is_of_device(error: BaseException, *, ended: bool = False) -> bool:
+    """Return whether this rank's accelerator has failed: the rank must end, and others can go on without it.
+
+    An assertion on the device, or too little memory, is the script's error. But where the generation has `ended`,
+    assertions may have been of outputs that aborted operations left undefined.
+    """
+    of_script = "out of memory" in str(error) or ("device-side assert" in str(error) and not ended)
+    # NVIDIA's first builds of torch 2.8 may lack the type.
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) and not of_script
+
+
+def end_rank(name: str, error: BaseException, *, printed: bool) -> NoReturn:
+    """End this process, whose device has failed with `error`, with status 1; log that, with a traceback unless Python
+    has `printed` it.
+
+    At once: neither a script that catches errors nor a destructor that waits for the device may hold up the others.
+    """
+    text = "%s: the device of this rank has failed, so it ends, and the other ranks go on without it"
+    logger.error(text, name, exc_info=None if printed else error)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(1)
 
 
 class StartupFailureMonitor:

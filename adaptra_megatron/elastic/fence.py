@@ -292,7 +292,7 @@ class Fence:
     def wait(self, timeout_s: float) -> None:
         """Wait until no operation can write any more. Call `close` first.
 
-        Raises OperationStillRunsError if one has not ended after `timeout_s`.
+        Raises OperationStillRunsError if one has not ended after `timeout_s`, torch's error if the device has failed.
         """
         begun_s = time.monotonic()
         self._prune()
@@ -322,13 +322,17 @@ class Fence:
         """Wait until the kernels of aborted communicators have ended.
 
         torch counts their operations as completed once aborted (ProcessGroupNCCL.cpp, WorkNCCL::isCompleted), and
-        buffers are zeroed on another stream.
+        buffers are zeroed on another stream. Raises torch's error if the device has failed.
         """
         done, device, begun_s = threading.Event(), torch.cuda.current_device(), time.monotonic()
+        failures: list[Exception] = []
 
         # In a thread, as cudaDeviceSynchronize has no timeout and may hang with the device.
         def synchronize() -> None:
-            torch.cuda.synchronize(device)
+            try:
+                torch.cuda.synchronize(device)
+            except Exception as cause:
+                failures.append(cause)
             done.set()
 
         DeviceThread(synchronize, "adaptra-fence").start()
@@ -336,6 +340,8 @@ class Fence:
             last = "; ".join(group.last for group in self._groups if group.last) or "nothing"
             running = f"an unknown kernel on device {device} (launched last over NCCL: {last})"
             raise OperationStillRunsError(running, time.monotonic() - begun_s)
+        if failures:
+            raise failures[0]
 
 
 class FencedGroup:

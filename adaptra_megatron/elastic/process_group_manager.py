@@ -32,7 +32,7 @@ from adaptra_megatron.common.gathering import nccl_group
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.membership import START_VARIABLE, Departure, MembershipRecords
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.elastic.failure_detection import StartupFailureMonitor
+from adaptra_megatron.elastic.failure_detection import StartupFailureMonitor, is_of_device
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,
     LateRankError,
@@ -424,7 +424,7 @@ class FaultTolerantGroups:
         """Enter the next generation after the error `cause`, which is being handled. Raise `cause` if it is this rank's
         own.
         """
-        if not is_communication(cause):
+        if is_of_device(cause) or not is_communication(cause):
             raise cause
         assert self._recover is not None
         traceback.clear_frames(cause.__traceback__)  # which hold handles of groups that are given up

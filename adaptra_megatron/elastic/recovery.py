@@ -34,7 +34,7 @@ from adaptra_megatron.common.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Departure, Membership, MembershipRecords, Stalled
 from adaptra_megatron.common.typed_messages import packed
-from adaptra_megatron.elastic.failure_detection import ABORT_POLL_S, FailureDetector
+from adaptra_megatron.elastic.failure_detection import ABORT_POLL_S, FailureDetector, end_rank, is_of_device
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,
     JobLostError,
@@ -256,10 +256,13 @@ class RecoveryManager:
     def end_with(self, error: BaseException, *, printed: bool = False) -> None:
         """Publish this rank's own error, so that the other ranks end; log it first unless Python has `printed` it.
 
-        Does nothing in a forked child, whose connection to the store belongs to the parent.
+        Where its device has failed, end this process instead: the other ranks go on without it. Does nothing in a
+        forked child, whose connection to the store belongs to the parent.
         """
         if not self._owner.is_this:
             return
+        if is_of_device(error, ended=self._groups.ended.is_set()):
+            end_rank(self._layout.name(self._layout.rank), error, printed=printed)
         if isinstance(error, Exception) and not isinstance(
             error, (OtherRankError, UnrecoverableError, SilentStoreError)
         ):
@@ -305,7 +308,7 @@ class RecoveryManager:
             self._cause = LateRankError(f"timed out: not all ranks came to the end of call {self._rank.call}: {cause}")
             return Interrupted()
         except Exception as cause:
-            if not is_communication(cause):
+            if is_of_device(cause) or not is_communication(cause):
                 raise
             self._cause = cause
             return Interrupted()
@@ -369,7 +372,7 @@ class RecoveryManager:
             ended = self._groups.ended.is_set()
             if isinstance(cause, UnsoundAttemptError) and not ended:
                 return self._repeat(cause)
-            if not is_communication(cause) and not ended:
+            if is_of_device(cause, ended=ended) or (not is_communication(cause) and not ended):
                 self.end_with(cause)
                 raise
             # The traceback's frames hold handles of groups. Their connections must close, or peers that wait for this

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
@@ -14,14 +15,18 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.membership import Departure, Membership
 from adaptra_megatron.common.sealed_store import TamperedError
 from adaptra_megatron.elastic import failure_detection
-from adaptra_megatron.elastic.failure_detection import FailureDetector
+from adaptra_megatron.elastic.failure_detection import FailureDetector, is_of_device
+from adaptra_megatron.elastic.failure_errors import of_backend
+from adaptra_megatron.elastic.fence import Fence
 from adaptra_megatron.elastic.generation import after_failures, first_generation
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 from testing.waiting import until
 
 JOB = layout(((0, 1), (2, 3)), 0)
 EVERYBODY = Membership(0, 4, 0.0, ())
 WITHOUT_3 = EVERYBODY.without([Departure(3, 1, "a host", "was killed", 0.0)], 0.0)
 BEFORE = first_generation(JOB)
+ECC = "CUDA error: uncorrectable ECC error encountered"
 AFTER = after_failures(JOB, WITHOUT_3, BEFORE)
 
 
@@ -122,3 +127,40 @@ def test_a_tampered_record_ends_the_job_in_the_training_thread(
             wait()
     training.enter_next()
     assert training.ended.is_set(), "the next generation's waits end, too"
+
+
+def test_a_device_that_fails_is_told_by_the_type_of_its_error() -> None:
+    assert is_of_device(torch.AcceleratorError(ECC))
+    assert not is_of_device(RuntimeError(ECC))
+
+
+def test_an_assertion_on_a_device_is_the_scripts_unless_it_may_have_read_undefined_outputs() -> None:
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert not is_of_device(error)
+    assert is_of_device(error, ended=True)
+    for kind in (torch.AcceleratorError, torch.OutOfMemoryError):
+        assert not is_of_device(kind("CUDA error: out of memory"), ended=True)
+
+
+def test_an_operation_between_calls_is_not_repeated_where_the_device_has_failed() -> None:
+    groups, again = FaultTolerantGroups(), list[Exception]()
+    groups.begin(JOB, ControlStore(HashStore(), SECRET, "job"), again.append)
+    cause = torch.AcceleratorError(ECC)
+    with pytest.raises(torch.AcceleratorError), of_backend():
+        raise cause
+    with pytest.raises(torch.AcceleratorError):
+        groups._go_on_after(cause)
+    assert not again
+
+
+def test_an_interruption_that_a_device_has_caused_is_seen_as_operations_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a thread, or NCCL, has made of the device's error."""
+
+    def synchronize(_: int) -> None:
+        raise torch.AcceleratorError(ECC)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(torch.AcceleratorError, match="ECC"):
+        Fence().wait(5.0)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULTS
 TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RANK", "flip:RANK", "zero:RANK",
-"lose:RANK" or "miscount:RANK" as a fault; a comma lies between two.
+"lose:RANK", "miscount:RANK", "device:RANK" or "late-device:RANK" as a fault; a comma lies between two.
 
 Decorators around what a rank does in a new generation: the delegate of RANK is killed as it opens links, each first
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
 live, one bit of RANK's parameters changes, or RANK plans as if the first stage of replica 2 were dead, too, so that
 this cell lives and has no work. Or, without a death, RANK's gradients are set to 0 between the first micro-batch and
 the second, in each attempt, or with "lose" in the attempt LOST alone. With "miscount", RANK adds one to the number of
-tokens by which gradients are divided, in the attempt MISCOUNTED.
+tokens by which gradients are divided, in the attempt MISCOUNTED. With "device" an error of RANK's accelerator is raised
+in a forward, with "late-device" after an optimizer's step, where nothing is undone, as in Megatron's pretrain.
 With "back:RANK", RANK dies as it makes the first group of those that live once ranks have come back.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
 """
@@ -34,6 +35,9 @@ from testing.megatron.megatron_on_cpu import install
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 install(with_fused_weight_gradient=True)
 
+from adaptra_megatron.patches.application import AppliedPatches  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
 from adaptra_megatron.common.layout import Cell  # noqa: E402
 from adaptra_megatron.elastic.generation import FIRST  # noqa: E402
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups  # noqa: E402
@@ -57,6 +61,7 @@ LASTS_S = 0.2
 PAUSED_S, PAUSED_IN = 2, 3
 LOST, MISCOUNTED = 2, 5
 """Numbers of attempts, from 0; iteration LOST has two."""
+ECC = "CUDA error: uncorrectable ECC error encountered"
 
 
 def say(what: str) -> None:
@@ -164,6 +169,20 @@ def miscount(finish: Callable[..., None]) -> Callable[..., None]:
     return struck
 
 
+def fail_device(run: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Raise what torch raises of a GPU that has failed, in the call of `run` with this number."""
+    calls = itertools.count(1)
+
+    @functools.wraps(run)
+    def struck(*given: Any, **keywords: Any) -> Any:
+        if next(calls) == number:
+            say("device")
+            raise torch.AcceleratorError(ECC)
+        return run(*given, **keywords)
+
+    return struck
+
+
 class CountedAccount(ActivationAccount):
     """Says what any of them has held most in training, at the end."""
 
@@ -189,12 +208,20 @@ def main(struck: list[str], arguments: list[str]) -> None:
         "zero": Replacement(MegatronComputation, "backward", zero(backward), "gradients are lost"),
         "lose": Replacement(MegatronComputation, "backward", zero(backward, LOST), "gradients are lost once"),
         "miscount": Replacement(Recovery, "finish", miscount(Recovery.finish), "a token is counted that is not there"),
+        "device": Replacement(
+            MegatronComputation, "forward", fail_device(MegatronComputation.forward, 10), "a device fails in a call"
+        ),
+        "late-device": Replacement(
+            OptimizerParamScheduler, "step", fail_device(OptimizerParamScheduler.step, 3), "a device fails after a call"
+        ),
         "rank": Replacement(FaultTolerantGroups, "_make_native", die(FaultTolerantGroups._make_native), "a rank dies"),
     }
     decorated["back"] = replace(decorated["rank"], value=die(FaultTolerantGroups._make_native, back=True))
     args = parse_arguments(arguments)
     args.distributed_backend = "gloo"
     mine = [decorated[kind] for kind, _, number in (each.partition(":") for each in struck) if int(number) == rank]
+    if decorated["late-device"] in mine:
+        mine.append(Replacement(AppliedPatches, "undo", lambda _: None, "Megatron's pretrain undoes nothing"))
     with Replaced(mine), faults:
         train(args)
         leave_job()

@@ -115,6 +115,20 @@ def test_an_iteration_that_is_interrupted_before_its_first_action_is_redone_from
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.parametrize("fault", ["device:4", "late-device:4"])
+def test_a_rank_whose_device_fails_ends_alone(fault: str, peace: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+    """In a call, and between two."""
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, fault], deaths=())
+    failed = results[4]
+    assert failed.returncode == 1
+    assert "AcceleratorError: CUDA error: uncorrectable ECC error" in failed.output
+    assert "the device of this rank has failed, so it ends" in failed.output
+    # For the others a death like any other.
+    dead = [replace(result, returncode=KILLED) if result is failed else result for result in results]
+    assert not problems(LAYOUT, peace, tmp_path, dead)
+
+
+@pytest.mark.timeout(150)
 def test_a_rank_that_stands_still_for_less_than_the_timeout_is_no_death(
     peace: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
