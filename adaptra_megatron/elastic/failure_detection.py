@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 
 from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.foreign_errors import is_device_assertion, is_device_out_of_memory
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, Stalled
@@ -38,7 +39,7 @@ def is_of_device(error: BaseException, *, ended: bool = False) -> bool:
     An assertion on the device, or too little memory, is the script's error. But where the generation has `ended`,
     assertions may have been of outputs that aborted operations left undefined.
     """
-    of_script = "out of memory" in str(error) or ("device-side assert" in str(error) and not ended)
+    of_script = is_device_out_of_memory(error) or (is_device_assertion(error) and not ended)
     # NVIDIA's first builds of torch 2.8 may lack the type.
     return isinstance(error, getattr(torch, "AcceleratorError", ())) and not of_script
 

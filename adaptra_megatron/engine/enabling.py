@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from adaptra_megatron.common.environment import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE, is_turned_off
-from adaptra_megatron.common.foreign_errors import is_about_our_flags
 from adaptra_megatron.common.log import is_first_of_host, is_first_rank, logger_of
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
 
@@ -57,6 +56,8 @@ class Enabling:
 
         @functools.wraps(stock_error)
         def error(message: str) -> NoReturn:
+            from adaptra_megatron.common.foreign_errors import is_about_our_flags
+
             if is_about_our_flags(message):
                 refuse(parser.prog, message)
             stock_error(message)
