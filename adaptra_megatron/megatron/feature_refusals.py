@@ -35,6 +35,10 @@ def _reruns(settings: Any) -> bool:
     return getattr(settings, "rerun_mode", "disabled") != "disabled"
 
 
+def _checks_hashes(settings: Any) -> bool:
+    return bool(getattr(settings, "check_weight_hash_across_dp_replicas_interval", None))
+
+
 STAGGERING = (
     Refusal(
         "--fp16 (a loss scaler)",
@@ -132,11 +136,7 @@ SYNC_MODES = (
         lambda settings: bool(getattr(settings, "rampup_batch_size", None)),
         "gradients that are added up would be of batches of different sizes",
     ),
-    Refusal(
-        "--check-weight-hash-across-dp-replicas-interval",
-        lambda settings: bool(getattr(settings, "check_weight_hash_across_dp_replicas_interval", None)),
-        _APART,
-    ),
+    Refusal("--check-weight-hash-across-dp-replicas-interval", _checks_hashes, _APART),
     Refusal("--log-straggler", setting("log_straggler"), _APART),
     Refusal(
         "a layer-wise distributed optimizer (--optimizer dist_muon)",
@@ -204,6 +204,7 @@ REROUTING = (
 """Features that --adaptra-reroute does not support. The groups that ranks have made decide on the first one again
 before the first iteration."""
 
+_ASKED = "all ranks are asked for a part of what is compared, and one that has failed has none"
 _LACKING = "the copies of shards of the optimizer's state would lack it"
 
 
@@ -255,6 +256,8 @@ RECOVERY = (
         either("fp8_param_gather", "fp8_param"),
         "the scale of a parameter follows from its largest value, which may be in the shard of a rank that has failed",
     ),
+    Refusal("--check-weight-hash-across-dp-replicas-interval", _checks_hashes, _ASKED),
+    Refusal("--log-straggler", setting("log_straggler"), _ASKED),
 )
 """Features that --adaptra-reroute failures does not support."""
 

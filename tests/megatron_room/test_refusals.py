@@ -424,6 +424,11 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "config's parameters": ({"fp8_param": True}, "--fp8-param-gather"),
     "overflows": ({"fp16": True, "overlap_param_gather": True}, "--overlap-param-gather with --fp16"),
     "scaled": ({"loss_scale": 1024.0, "overlap_param_gather": True}, "--overlap-param-gather with --fp16"),
+    "hashes": (
+        {"check_weight_hash_across_dp_replicas_interval": 10},
+        "--check-weight-hash-across-dp-replicas-interval",
+    ),
+    "times of all": ({"log_straggler": True}, "--log-straggler"),
 }
 """Settings with which an attempt cannot be redone, or something fails with a rank."""
 
