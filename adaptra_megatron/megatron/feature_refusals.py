@@ -186,6 +186,11 @@ def _keeps_scales(settings: Any) -> bool:
     return bool(getattr(settings, "fp8", None)) and getattr(settings, "fp8_recipe", "delayed") == "delayed"
 
 
+def _skips_iterations(settings: Any) -> bool:
+    names = "iterations_to_skip", "result_rejected_tracker_filename"
+    return any(getattr(settings, name, None) for name in names)
+
+
 REROUTING = (
     Refusal(
         "experts that span all data-parallel replicas, or a global auxiliary loss",
@@ -199,6 +204,11 @@ REROUTING = (
         lambda settings: _keeps_scales(settings) and not getattr(settings, "tp_only_amax_red", False),
         "all replicas of a stage meet in each forward and backward for the largest values of their tensors, so none of "
         "them can compute another's micro-batch; other recipes have no such reduction",
+    ),
+    Refusal(
+        "--iterations-to-skip, --result-rejected-tracker-filename",
+        _skips_iterations,
+        "other replicas' micro-batches are read by number, and Megatron reads those of a skipped iteration uncounted",
     ),
 )
 """Features that --adaptra-reroute does not support. The groups that ranks have made decide on the first one again

@@ -489,6 +489,16 @@ def test_replicas_that_share_the_largest_values_are_not_rerouted(reroute: str) -
     refuse_arguments(job)
 
 
+@pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
+@pytest.mark.parametrize("skips", [{"iterations_to_skip": [5]}, {"result_rejected_tracker_filename": "rejected"}])
+def test_iterations_that_megatron_skips_are_not_rerouted(reroute: str, skips: dict[str, Any]) -> None:
+    job = SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **skips)
+    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*--iterations-to-skip"):
+        refuse_arguments(job)
+    refuse_arguments(SimpleNamespace(**vars(job) | {"adaptra_reroute": "off"}))
+    refuse_arguments(SimpleNamespace(**vars(job) | dict.fromkeys(skips)))
+
+
 def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:
     asked = {"num_experts": 8, "optimizer_cpu_offload": True, "adaptra_reroute": "failures"}
     settings = SimpleNamespace(**MEETING[0], **asked, pipeline_model_parallel_size=2)
