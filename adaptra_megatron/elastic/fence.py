@@ -58,7 +58,9 @@ class _Manifest:
     """Description of one operation's result, which its holder puts into the store."""
 
     nbytes: tuple[Natural, ...] | None
-    """Size of each output; their bytes follow one another. None: larger than MOST_KEPT_NBYTES, so not kept."""
+    """Size of each output; their bytes follow one another. None: not kept, as it is larger than MOST_KEPT_NBYTES or
+    differs between ranks.
+    """
 
 
 class KeptResults:
@@ -83,10 +85,10 @@ class KeptResults:
         """Stop requesting results from other ranks: no rank lacks one that another has."""
         self._holders = {}
 
-    def keep(self, group: str, outputs: Sequence[torch.Tensor]) -> None:
-        """Keep the `outputs` of an operation of `group`."""
+    def keep(self, group: str, outputs: Sequence[torch.Tensor] | None) -> None:
+        """Keep the `outputs` of an operation of `group`; None: only that it ended, for each rank has others."""
         results = self._kept.setdefault(group, [])
-        if sum(output.nbytes for output in outputs) > MOST_KEPT_NBYTES:
+        if outputs is None or sum(output.nbytes for output in outputs) > MOST_KEPT_NBYTES:
             results.append(None)
             return
         flat = [output.detach().cpu().contiguous().reshape(-1) for output in outputs]
@@ -125,7 +127,7 @@ class KeptResults:
         """Copy the result of the next operation of `group` into `outputs` if another rank has it; return whether one
         has.
 
-        Raises RuntimeError if it was too large to be kept, LateRankError if its holder does not publish it in time, and
+        Raises RuntimeError if it was not kept, LateRankError if its holder does not publish it in time, and
         the errors of `check`.
         """
         number = len(self._kept.get(group, ()))
@@ -135,7 +137,8 @@ class KeptResults:
         manifest: _Manifest = unpacked(self._fetch(place), _Manifest, _MANIFEST_NBYTES)
         if manifest.nbytes is None:
             raise RuntimeError(
-                f"the result of operation {number} of {group} is lost: it has more than {MOST_KEPT_NBYTES >> 20} MiB"
+                f"the result of operation {number} of {group} is lost: it has more than {MOST_KEPT_NBYTES >> 20} MiB, "
+                "or differs between ranks (scatter, reduce-scatter, all-to-all); restart from the last checkpoint"
             )
         whole = self._fetch(f"{place}/outputs")
         begin = 0

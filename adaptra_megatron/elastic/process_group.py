@@ -6,9 +6,10 @@ If a member has failed, or fails during an operation:
 1. Inside a call of Megatron's schedules the operation, or `wait` on its handle, raises, and RecoveryManager repeats the
    whole call. Until then the outputs are undefined.
 2. Outside of calls the operation returns one result, the same for all live members: it is repeated in the next
-   generation, or the result is copied from a rank that has it (up to MOST_KEPT_NBYTES; RuntimeError beyond). Its handle
-   is complete when the operation returns. Gathers of parameters from shards are repeated by all ranks together, at the
-   next operation over all of them (`FaultTolerantGroups.gather_missed`).
+   generation, or the result is copied from a rank that has it (up to MOST_KEPT_NBYTES). Beyond that, and where each
+   member has a result of its own (scatter, reduce-scatter, all-to-all), a rank that lacks it raises RuntimeError. Its
+   handle is complete when the operation returns. Gathers of parameters from shards are repeated by all ranks together,
+   at the next operation over all of them (`FaultTolerantGroups.gather_missed`).
 3. A wait for members raises EpochEndedError once the set of live ranks has changed, LateRankError after the job's
    timeout, or the backend's error. None of them is an error of this rank (`failure_errors.is_communication`).
 4. Sums, maxima and minima are over live members. If several members hold the same state, it is added once. So are
@@ -267,10 +268,8 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         return self._groups.native(self, device)
 
-    def _run(
-        self, outputs: Sequence[torch.Tensor], launch: Launch, *, renewed: bool = False, own_memory: bool = False
-    ) -> Work:
-        return self._groups.run(self, outputs, launch, renewed=renewed, own_memory=own_memory)
+    def _run(self, outputs: Sequence[torch.Tensor], launch: Launch, **how: bool) -> Work:
+        return self._groups.run(self, outputs, launch, **how)
 
     def _place(self, rank: int) -> int:
         """Return the present rank in the group of the member with original rank `rank`, or of the member that
@@ -496,7 +495,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
                 raise RuntimeError(f"{name} over {self.description} cannot be done after members have failed")
             return launch(native, outputs)
 
-        return self._run(outputs, checked)
+        return self._run(outputs, checked, differs=True)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
         """Scatter as torch does. Raises RuntimeError if members have failed."""
@@ -530,7 +529,8 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
             pairs = zip(scatters, changed[:many], changed[many : 2 * many], counts, strict=True)
             return CoalescedWork([scatter(native, output, given, counted) for scatter, output, given, counted in pairs])
 
-        return self._run([*outputs, *inputs, *itertools.chain(*counts)], launch, own_memory=all(counts))
+        changed = [*outputs, *inputs, *itertools.chain(*counts)]
+        return self._run(changed, launch, own_memory=all(counts), differs=True)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -570,7 +570,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     def hand_on(self, given: torch.Tensor, received: torch.Tensor) -> Work:
         """Send `given` [n] to the holder of this rank's shard, and receive the shard that this rank holds a copy of."""
-        return self._run([received], lambda native, found: self._handing_on(native, given, found[0]))
+        return self._run([received], lambda native, found: self._handing_on(native, given, found[0]), differs=True)
 
     def _handing_on(self, native: Any, given: torch.Tensor, received: torch.Tensor) -> Any:
         assert self.holders is not None

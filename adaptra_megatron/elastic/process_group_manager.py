@@ -343,11 +343,13 @@ class FaultTolerantGroups:
         *,
         renewed: bool = False,
         own_memory: bool = False,
+        differs: bool = False,
     ) -> Work:
         """Run one collective operation. `outputs`: the tensors that it reads and changes.
 
         `renewed`: do not repeat the operation after a failure outside of calls, since `gather_missed` does.
-        `own_memory`: see `_begin`.
+        `own_memory`: see `_begin`. `differs`: each member has a result of its own, which no other can be given. Raises
+        RuntimeError where this rank lacks one that another has.
         """
         device = outputs[0].device
         begin = functools.partial(self._begin, group, device, outputs, launch, in_place=renewed, own_memory=own_memory)
@@ -367,7 +369,7 @@ class FaultTolerantGroups:
                 self.gather_missed()
             if self._done(begin):
                 break
-        self.kept.keep(name, outputs)
+        self.kept.keep(name, None if differs else outputs)
         return CompletedWork()
 
     def gather_missed(self) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import timers
+from torch.distributed import HashStore
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, is_communication
 from adaptra_megatron.elastic.fence import Fence, OperationStillRunsError
 from adaptra_megatron.elastic.generation import Generation, GenerationId
@@ -52,13 +54,15 @@ class Stuck:
         return self._aborted
 
 
-def without_rank_1(*, replicas: int = REPLICAS) -> tuple[FaultTolerantGroups, FaultTolerantGroup]:
-    """The groups of rank 0 and the one of all data-parallel ranks, once rank 1 has failed."""
+def without_rank_1(
+    *, replicas: int = REPLICAS, failed: tuple[int, ...] = (1,)
+) -> tuple[FaultTolerantGroups, FaultTolerantGroup]:
+    """The groups of rank 0 and the one of all data-parallel ranks, once rank 1 has failed, or those of `failed`."""
     groups = FaultTolerantGroups()
     groups._layout = JobLayout(0, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in range(replicas)})
     group = FaultTolerantGroup(groups, range(replicas), 0, "data#0")
     groups._groups.append(group)
-    groups.enter(Generation(GenerationId(1), frozenset(range(replicas)) - {1}, frozenset()), None)  # type: ignore[arg-type]
+    groups.enter(Generation(GenerationId(1), frozenset(range(replicas)).difference(failed), frozenset()), None)  # type: ignore[arg-type]
     groups._natives[group, "cpu"] = Native()  # type: ignore[assignment]
     groups._timeout_s = 0.1
     return groups, group
@@ -304,6 +308,20 @@ def test_a_gather_that_a_second_failure_interrupts_is_done_again_before_the_oper
     groups.gather = lambda: operate("gather", renewed=True)
     operate("sum", renewed=False)
     assert done == ["gather", "gather", "sum"]
+
+
+@pytest.mark.parametrize("name", ["scatter", "reduce-scatter", "all-to-all"])
+def test_a_result_that_differs_by_rank_is_taken_from_no_other(name: str) -> None:
+    """A rank of another group has failed; rank 1 has ended the operation, and rank 0 has not."""
+    store = SealedStore(HashStore(), bytes(32), "here")
+    groups, group = without_rank_1(failed=())
+    REFUSED[name](group)
+    groups.kept.publish(store, [groups._key(group)])
+    groups, group = without_rank_1(failed=())
+    groups.kept.found_with({groups._key(group): 1}, store, 0.1, groups.check)
+    with pytest.raises(RuntimeError, match=r"operation 0 of \w+ is lost: .*differs between ranks") as lost:
+        REFUSED[name](group)
+    assert not is_communication(lost.value)
 
 
 def test_torchs_watchdog_ends_no_live_rank_whatever_the_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
