@@ -312,14 +312,13 @@ class Trainer:
         """Gather all parameters within this context, with no gather pending, as Megatron does before it evaluates or
         saves.
         """
-        overlapped = self.args.overlap_param_gather
-        if overlapped:
-            for chunk in self.model:
-                chunk.disable_forward_pre_hook()
+        # A training that is resumed at its end has no iteration after which forwards gather.
+        hooked = [chunk for chunk in self.model if self.args.overlap_param_gather and _is_hooked(chunk)]
+        for chunk in hooked:
+            chunk.disable_forward_pre_hook()
         yield
-        if overlapped:
-            for chunk in self.model:
-                chunk.enable_forward_pre_hook()
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
 
     def _evaluate(self) -> None:
         args = self.args
@@ -367,6 +366,10 @@ class Trainer:
             self.result.losses[-1],
             self.result.grad_norms[-1],
         )
+
+
+def _is_hooked(chunk: Any) -> bool:
+    return bool(chunk.remove_forward_pre_hook_handles)
 
 
 def _speaks() -> bool:
