@@ -231,9 +231,10 @@ class MembershipRecords:
 
     def of_epoch(self, epoch: int) -> Membership:
         """Return the record of one of the latest epochs. Raises the errors of `newest`."""
-        if self._last is None or self._last.epoch != epoch:
-            self._last = unpacked(self._store.get(f"membership/{epoch}"), Membership, _MOST_NBYTES)
-        return self._last
+        last = self._last
+        if last is None or last.epoch != epoch:
+            last = self._last = unpacked(self._store.get(f"membership/{epoch}"), Membership, _MOST_NBYTES)
+        return last
 
 
 def launch_store(store: Any, run_id: str) -> SealedStore:
