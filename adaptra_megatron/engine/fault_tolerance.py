@@ -197,6 +197,8 @@ class Recovery(IterationHooks):
             # Before whatever a failure can interrupt, so that each later attempt finds the state of this call.
             self._kept.keep()
         self._enter(call, generation)
+        # The end of an attempt lets go of gathered parameters, and a rank's first iteration gathers none in forwards.
+        self._groups.stale |= number > 0
         self._groups.gather_missed()
         if number > 0 and not call.forward_only:
             forget_attempt(call)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULTS
 TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RANK", "flip:RANK", "zero:RANK",
-"lose:RANK", "miscount:RANK", "device:RANK" or "late-device:RANK" as a fault; a comma lies between two.
+"lose:RANK", "lose-back:RANK", "miscount:RANK", "device:RANK" or "late-device:RANK" as a fault; commas lie between.
 
 Decorators around what a rank does in a new generation: the delegate of RANK is killed as it opens links, each first
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
 live, one bit of RANK's parameters changes, or RANK plans as if the first stage of replica 2 were dead, too, so that
 this cell lives and has no work. Or, without a death, RANK's gradients are set to 0 between the first micro-batch and
-the second, in each attempt, or with "lose" in the attempt LOST alone. With "miscount", RANK adds one to the number of
+the second, in each attempt, or with "lose" in the attempt LOST alone, or with "lose-back" in the first one after ranks
+have come back. With "miscount", RANK adds one to the number of
 tokens by which gradients are divided, in the attempt MISCOUNTED. With "device" an error of RANK's accelerator is raised
 in a forward, with "late-device" after an optimizer's step, where nothing is undone, as in Megatron's pretrain.
 With "back:RANK", RANK dies as it makes the first group of those that live once ranks have come back.
@@ -39,7 +40,7 @@ from adaptra_megatron.patches.application import AppliedPatches  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 from adaptra_megatron.common.layout import Cell  # noqa: E402
-from adaptra_megatron.elastic.generation import FIRST  # noqa: E402
+from adaptra_megatron.elastic.generation import FIRST, Generation  # noqa: E402
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups  # noqa: E402
 from adaptra_megatron.engine import fault_tolerance, iteration_work  # noqa: E402
 from adaptra_megatron.engine import rerouting as degraded  # noqa: E402
@@ -154,6 +155,20 @@ def zero(backward: Callable[..., Any], attempt: int | None = None) -> Callable[.
     return struck
 
 
+def zero_once_back(run: Callable[..., Any]) -> Callable[..., Any]:
+    left = ["first"]
+
+    @functools.wraps(run)
+    def struck(recovery: Recovery, attempt: Any, call: PipelineCall, generation: Generation, number: int) -> Any:
+        if not generation.id.admission or not left:
+            return run(recovery, attempt, call, generation, number)
+        left.clear()
+        with Replaced([Replacement(MegatronComputation, "backward", zero(MegatronComputation.backward), "as above")]):
+            return run(recovery, attempt, call, generation, number)
+
+    return struck
+
+
 def miscount(finish: Callable[..., None]) -> Callable[..., None]:
     attempts = itertools.count()
 
@@ -207,6 +222,7 @@ def main(struck: list[str], arguments: list[str]) -> None:
         "flip": Replacement(fault_tolerance, "digest_of", flip(fault_tolerance.digest_of), "a parameter changes"),
         "zero": Replacement(MegatronComputation, "backward", zero(backward), "gradients are lost"),
         "lose": Replacement(MegatronComputation, "backward", zero(backward, LOST), "gradients are lost once"),
+        "lose-back": Replacement(Recovery, "_attempt", zero_once_back(Recovery._attempt), "gradients are lost once"),
         "miscount": Replacement(Recovery, "finish", miscount(Recovery.finish), "a token is counted that is not there"),
         "device": Replacement(
             MegatronComputation, "forward", fail_device(MegatronComputation.forward, 10), "a device fails in a call"

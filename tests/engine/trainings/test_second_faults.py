@@ -205,6 +205,20 @@ def test_an_attempt_that_is_wrong_once_is_repeated_and_changes_no_number(
 
 
 @pytest.mark.timeout(150)
+def test_an_attempt_is_repeated_by_a_rank_that_has_just_come_back(
+    peace: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Its forwards gather no parameters in its first iteration, as in Megatron's train(), and those of others do."""
+    argv = [STRUCK_RANKS, "lose-back:0"]
+    flags, host = "--emulate-wait-for-arrivals 2", Host(LAYOUT.world_size, restarts=1)
+    results = run(tmp_path, fork_server, argv, flags, host, deaths=("1:1:2",))
+    assert [result.returncode for result in results] == [0] * LAYOUT.world_size
+    assert results[0].output.count("struck: zero") == 1
+    assert ["the attempt is repeated" in result.output for result in results] == [True] * 3 + [False] * 3
+    assert not problems(LAYOUT, peace, tmp_path, results)
+
+
+@pytest.mark.timeout(150)
 def test_replicas_that_differ_in_one_bit_after_a_death_end_the_job(tmp_path: Path, fork_server: ForkServer) -> None:
     results = run(tmp_path, fork_server, [STRUCK_RANKS, "flip:5"])
     assert results[5].output.count("struck: flip") == 1
