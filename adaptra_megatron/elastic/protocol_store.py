@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.control_store import ControlStore
-from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore
 from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.generation import GenerationId
 from adaptra_megatron.elastic.protocol import Agreement, Answer, Await, AwaitAll, Done, Found, HandedIn, Put, PutOnce
@@ -60,7 +60,6 @@ def awaited(
 
 ALL_GENERATIONS = "survival"
 """Prefix of keys that all generations share."""
-_MOST_NBYTES = 1 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 """First and longest pause between two polls: the last rank to finish an attempt writes its fate at once."""
 
@@ -127,7 +126,7 @@ class ProtocolStore:
 def _read(key: str, value: bytes) -> Any:
     kinds = {"state": HandedIn, "agreement": Agreement}
     kind = kinds.get(key.partition("/")[0])
-    return value.decode() if kind is None else unpacked(value, kind, _MOST_NBYTES)
+    return value.decode() if kind is None else unpacked(value, kind, MOST_NBYTES)
 
 
 GROUP_SIZE = 128
@@ -219,7 +218,7 @@ class CommitDesk:
 
     def _words(self, keys: Sequence[str], attempt: str, check: Callable[[], None]) -> Word:
         def look() -> list[Word] | None:
-            words: list[Word] = [unpacked(each, Word, _MOST_NBYTES) for each in self._store.get_all(keys)]
+            words: list[Word] = [unpacked(each, Word, MOST_NBYTES) for each in self._store.get_all(keys)]
             return words if all(word.attempt == attempt for word in words) else None
 
         try:

@@ -137,8 +137,8 @@ class RecoveryManager:
         """Return value of the last finished attempt."""
         self._cause: Exception = RuntimeError()
         """The last error that interrupted this rank."""
-        self._late_s = self._expected_s = 0.0
-        """How late rejoining ranks were with this rank's state, or anyone's; and when all had been handed over."""
+        self._late_s = self._expected_since_s = 0.0
+        """Lateness of rejoining ranks as they received this rank's state, and the time from which they are late."""
         self._abort_checked_s = time.monotonic()
         self._begun_s = 0.0
         """When the last change of generation began for this rank."""
@@ -418,7 +418,7 @@ class RecoveryManager:
         assert rank.next is not None
         if self._steps.look(rank.next.id, "admitted"):
             raise EpochEndedError("another rank has called the admission off")
-        waited_s = self._late_s + time.monotonic() - self._expected_s
+        waited_s = time.monotonic() - self._expected_since_s
         if rank.phase is Phase.EXPECTING and waited_s > PATIENCE_S:
             missing = (each for each in sorted(rank.next.live) if not self._steps.look(rank.next.id, f"here/{each}"))
             raise RejoiningLateError(tuple(missing), waited_s)
@@ -455,7 +455,7 @@ class RecoveryManager:
             self._admission_begins(answer.membership, after.next)
         elif after.phase is Phase.EXPECTING:
             assert isinstance(answer, Found)
-            self._late_s, self._expected_s = max(map(float, answer.value)), time.monotonic()
+            self._expected_since_s = time.monotonic() - max(map(float, answer.value))
         elif before.phase in _WORDS and before.next is not None and after.next is None:
             self._admission_ended(before, admitted=after.generation.id == before.next.id)
 

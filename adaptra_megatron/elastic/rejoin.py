@@ -19,7 +19,7 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout, LayoutRecord, host_identity
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import START_VARIABLE, Arrival, Departure, MembershipRecords, Readiness
-from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore
 from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, UnrecoverableError, is_communication
 from adaptra_megatron.elastic.generation import Generation, refuse_lost_stages
@@ -34,7 +34,6 @@ PATIENCE_S = 4.5
 """Longest time that the others wait for a rejoining process, beyond the transfer of its state. The process may be
 stopped or hang, and a host that has failed once is the likeliest to.
 """
-_ADMISSION_MOST_NBYTES = 1 << 20
 _LATEST = "admission/latest"
 
 
@@ -68,7 +67,7 @@ def admitted_so_far(store: SealedStore) -> Mapping[int, int]:
     found = store.peek(_LATEST)
     if found is None:
         return {}
-    ticket: Ticket = unpacked(found, Ticket, _ADMISSION_MOST_NBYTES)
+    ticket: Ticket = unpacked(found, Ticket, MOST_NBYTES)
     return ticket.admitted
 
 
@@ -79,7 +78,7 @@ def read_ticket(store: SealedStore, arrival: Arrival, timeout_s: float, check: C
     """
     key = f"ticket/{arrival.rank}/{arrival.epoch}"
     try:
-        ticket: Ticket = unpacked(awaited(lambda: store.peek(key), timeout_s, check), Ticket, _ADMISSION_MOST_NBYTES)
+        ticket: Ticket = unpacked(awaited(lambda: store.peek(key), timeout_s, check), Ticket, MOST_NBYTES)
     except TimeoutError as cause:
         raise UnrecoverableError(
             f"rank {arrival.rank}, started again, has waited {timeout_s:g} s (--adaptra-timeout-s) to be admitted: an "

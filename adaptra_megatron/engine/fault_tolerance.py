@@ -197,7 +197,7 @@ class Recovery(IterationHooks):
             # Before whatever a failure can interrupt, so that each later attempt finds the state of this call.
             self._kept.keep()
         self._enter(call, generation)
-        # The end of an attempt lets go of gathered parameters, and a rank's first iteration gathers none in forwards.
+        # finish_grad_sync marks parameters as not gathered. In a rank's first iteration forwards would gather none.
         self._groups.stale |= number > 0
         self._groups.gather_missed()
         if number > 0 and not call.forward_only:

@@ -75,7 +75,7 @@ class Scope:
     admissions: int = 2
     late_operations: int = 1
     unsound: int = 0
-    """How many times a rank finds that gradients are not those of all micro-batches."""
+    """Number of attempts in which a rank finds that gradients are not those of all micro-batches."""
     fenced: bool = True
     """False: rules without a fence."""
 

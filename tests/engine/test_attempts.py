@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one attempt at a call of Megatron's schedules leaves for the next one, on one rank."""
+"""Attempts of one rank compare replicas once in each generation."""
 
 from __future__ import annotations
 

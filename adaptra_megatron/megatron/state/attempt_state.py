@@ -44,7 +44,7 @@ _TIMERS = {
     *("forward-compute", "backward-compute", "all-grads-sync", "conditional-embedder-grads-all-reduce"),
     *("non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"),
 }
-"""What Megatron times within a call (schedules.py: forward_step, backward_step; finalize_model_grads.py)."""
+"""Megatron's timers within a call (schedules.py: forward_step, backward_step; finalize_model_grads.py)."""
 
 
 class AttemptState:

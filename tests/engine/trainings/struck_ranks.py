@@ -8,10 +8,10 @@ message that RANK sends or receives by a device path of these fails, RANK dies a
 live, one bit of RANK's parameters changes, or RANK plans as if the first stage of replica 2 were dead, too, so that
 this cell lives and has no work. Or, without a death, RANK's gradients are set to 0 between the first micro-batch and
 the second, in each attempt, or with "lose" in the attempt LOST alone, or with "lose-back" in the first one after ranks
-have come back. With "miscount", RANK adds one to the number of
-tokens by which gradients are divided, in the attempt MISCOUNTED. With "device" an error of RANK's accelerator is raised
-in a forward, with "late-device" after an optimizer's step, where nothing is undone, as in Megatron's pretrain.
-With "back:RANK", RANK dies as it makes the first group of those that live once ranks have come back.
+have come back. With "miscount", RANK adds one to the number of tokens by which gradients are divided, in the attempt
+MISCOUNTED. With "device" an error of RANK's accelerator is raised in a forward, with "late-device" after an optimizer's
+step, where nothing is undone, as in Megatron's pretrain. With "back:RANK", RANK dies as it makes the first group of
+those that live once ranks have come back.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
 """
 
