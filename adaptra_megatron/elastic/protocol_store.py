@@ -32,7 +32,7 @@ def said_by_one(store: SealedStore, key: str, mine: bytes | None, timeout_s: flo
     `check`: see `awaited`. Raises TimeoutError after `timeout_s`, and RuntimeError if the store cannot be reached.
     """
     if mine is not None:
-        store.set(key, mine)
+        store.set_parts(key, mine)
     return awaited(lambda: store.peek(key), timeout_s, check)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -83,26 +82,23 @@ class DegradedRoutes:
                 count, chunks = costs.micro_batches, costs.chunks
                 self._orders[key] = evaluation_order(self._layout, self._generation.dead_cells, count, chunks)
             else:
-                self._orders[key] = CellOrder.unpacked(self._planned(costs, split=split)[str(self._layout.cell)])
+                with self._control.lent("degraded", self._timeout_s) as store:
+                    self._orders[key] = self._planned_by_one(store, costs, split=split)
         return self._orders[key]
 
-    def _planned(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
-        with self._control.lent("degraded", self._timeout_s) as store:
-            return self._planned_by_one(store, costs, split=split)
-
-    def _planned_by_one(self, store: SealedStore, costs: Costs, *, split: bool) -> Mapping[str, str]:
-        mine = None
+    def _planned_by_one(self, store: SealedStore, costs: Costs, *, split: bool) -> CellOrder:
+        place = f"orders/{costs.micro_batches}"
         if self._layout.rank == min(self._generation.live):
-            mine = json.dumps(self._plan(costs, split=split)).encode()
+            for cell, order in self._plan(costs, split=split).items():
+                store.set_parts(f"{place}/{cell}", order.encode())
         try:
-            found = said_by_one(store, f"orders/{costs.micro_batches}", mine, self._timeout_s, self._check)
+            found = said_by_one(store, f"{place}/{self._layout.cell}", None, self._timeout_s, self._check)
         except TimeoutError as cause:
             raise LateRankError(
                 f"{self._layout.name(min(self._generation.live))} has not planned for the live cells within "
                 f"{self._timeout_s:g} s (--adaptra-timeout-s); look at its log"
             ) from cause
-        orders: Mapping[str, str] = json.loads(found)
-        return orders
+        return CellOrder.unpacked(found.decode())
 
     def _plan(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
         dead = self._generation.dead_cells

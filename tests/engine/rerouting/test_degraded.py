@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.control.deciders.route_decider import CellOrder
 from adaptra_megatron.elastic.generation import Generation, GenerationId
 from adaptra_megatron.engine.rerouting import DegradedRoutes, evaluation_order
@@ -109,6 +110,25 @@ def test_training_is_planned_by_the_lowest_live_rank_and_read_by_the_others() ->
         assert moved == ({(0, 0): 4, (1, 1): 4} if rank == 1 else {}), "the log says what dead cells' work goes where"
     check(orders, 3, 2, 4, "FIW")
     assert {order.cap for order in orders.values()} == {8}, "each has planned by itself"
+
+
+def test_routes_of_a_large_job_are_stored_cell_by_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cells' orders together have 1.3 MB: more than one value of the store may have."""
+    sizes, original = list[int](), SealedStore.set
+
+    def measured(store: SealedStore, key: str, value: bytes) -> None:
+        sizes.append(len(value))
+        original(store, key, value)
+
+    monkeypatch.setattr(SealedStore, "set", measured)
+    generation = Generation(GenerationId(1), frozenset(range(1, 128)), frozenset({Cell(0, 0)}))
+    control = ControlStore(HashStore(), SECRET, "job").in_generation(generation.id)
+    costs = uniform_costs(16, 128, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+    for rank in (1, 127):
+        routes = DegradedRoutes(layout(pipelines(8, 16), rank), generation, control, 60.0, lambda: None)
+        assert len(routes.order(costs, split=True, forward_only=False).actions) >= 2 * 128
+    assert sum(sizes) > 1 << 20
+    assert max(sizes) < 1 << 16
 
 
 def test_a_wait_for_routes_ends_with_the_generation() -> None:
