@@ -53,6 +53,24 @@ def _with_counts(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable
     return reset
 
 
+def _waiting_with_checks(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+    from adaptra_megatron.engine.measuring import waiting_for_computation_alone
+
+    # Megatron's own: between actions the other patch waits in the driver for the current stream.
+    groups, original = runtime.feature(FaultTolerance).groups, inspect.unwrap(stock)
+
+    @functools.wraps(stock)
+    def start_or_stop(timer: Any, barrier: bool = False) -> None:
+        if not groups.is_inside:
+            stock(timer, barrier)
+            return
+        with waiting_for_computation_alone(groups.synchronize):
+            original(timer, barrier)
+
+    return start_or_stop
+
+
 _OPERATIONS = "num_floating_point_operations_so_far"
 _COUNTERS = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
@@ -180,6 +198,17 @@ FAULT_TOLERANCE_PATCHES = (
         parameters=("self",),
         reason="how many micro-batches a buffer's gradients hold is counted from 0 again where these are set to 0",
         replace=_with_counts,
+    ),
+    *(
+        Patch(
+            identity=f"timer-{action}-with-checks",
+            target=f"megatron.core.timers:Timer.{action}",
+            versions=SUPPORTED,
+            parameters=("self", "barrier"),
+            reason="in a call it waits for the GPU with checks: a collective of a failed rank keeps that busy for ever",
+            replace=_waiting_with_checks,
+        )
+        for action in ("start", "stop")
     ),
     Patch(
         identity="setup-model-and-optimizer",

@@ -32,7 +32,7 @@ from adaptra_megatron.megatron.computation import StageComputation, SurroundedCo
 from adaptra_megatron.megatron.feature_refusals import refuse_for_recovery
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
-from adaptra_megatron.megatron.state.attempt_state import AttemptState, forget_attempt
+from adaptra_megatron.megatron.state.attempt_state import AttemptState, forget_attempt, running_timers, stop_timers
 from adaptra_megatron.megatron.state.background_saves import BackgroundSaves
 from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.telemetry.events import RanksLost, RanksReturned
@@ -85,7 +85,8 @@ class FaultTolerance(EngineFeature):
     @property
     def rejoins(self) -> bool:
         """Return whether this process replaces a failed rank, and has not rejoined yet."""
-        return self.groups.place is not None and self.training is not None and self.joining is None
+        begun = self.joining is not None or bool(self._recoveries)
+        return self.groups.place is not None and self.training is not None and not begun
 
     def rejoin(self) -> Mapping[str, Any] | None:
         """Rejoin the job if this process replaces a failed rank. Called before data are read for the first iteration.
@@ -158,6 +159,10 @@ class Recovery(IterationHooks):
         self._conserved: Conserved | None = None
         """Verified counts of the gradients of the last attempt."""
         self._failures_logged = 0
+        self._timers: Any = None
+        """Megatron's timers, which evaluations use as well, though their call does not have them."""
+        self._running: frozenset[str] = frozenset()
+        """Timers that ran as this call began."""
 
     def made(self, call: PipelineCall) -> None:
         """See IterationHooks. Raises UnsupportedFeatureError for features that cannot be repeated, or without a
@@ -193,6 +198,10 @@ class Recovery(IterationHooks):
 
     def _attempt(self, attempt: Attempt, call: PipelineCall, generation: Generation, number: int) -> Attempted:
         """Run one attempt at `call` in `generation`. `number`: of earlier attempts, which did not commit."""
+        if number == 0:
+            self._timers = call.config.timers or self._timers
+            self._running = running_timers(self._timers)
+        stop_timers(self._timers, self._running)
         if number == 0 and not call.forward_only:
             # Before whatever a failure can interrupt, so that each later attempt finds the state of this call.
             self._kept.keep()

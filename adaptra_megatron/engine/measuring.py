@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -181,23 +181,22 @@ def add_times(timers: Any, report: IterationReport) -> None:
         timer._active_time += seconds
 
 
+def _wait_for_current_stream(device: Any = None) -> None:
+    torch.cuda.current_stream(device).synchronize()
+
+
 @contextmanager
-def waiting_for_computation_alone() -> Iterator[None]:
-    """Make torch.cuda.synchronize() wait for the current stream alone within this context, not for the whole device.
+def waiting_for_computation_alone(wait: Callable[..., None] = _wait_for_current_stream) -> Iterator[None]:
+    """Make torch.cuda.synchronize() `wait` for the current stream alone within this context, not for the whole device.
 
     Receives are posted before their messages are sent. In the middle of an iteration, waiting for the whole device
     would include messages that peers have yet to compute, and Megatron's timers would count that as computation.
     """
-    whole_device = torch.cuda.synchronize
-    torch.cuda.synchronize = _wait_for_current_stream
+    whole_device, torch.cuda.synchronize = torch.cuda.synchronize, wait
     try:
         yield
     finally:
         torch.cuda.synchronize = whole_device
-
-
-def _wait_for_current_stream(device: Any = None) -> None:
-    torch.cuda.current_stream(device).synchronize()
 
 
 SentAndReceived = tuple[Sequence[MessageTimes], Sequence[MessageTimes]]

@@ -43,10 +43,9 @@ def iteration(call: PipelineCall) -> Iterator[Any]:
         yield embedding
         return
     config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    try:
-        yield embedding
-    finally:
-        config.timers("forward-backward").stop()
+    yield embedding
+    # Not after an error: it waits for the device, which may wait for a rank that has failed.
+    config.timers("forward-backward").stop()
 
 
 def free_content(call: PipelineCall, output: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ def test_replicas_are_compared_in_the_first_attempt_of_each_generation(
     pipeline.job.layout = JobLayout(0, WORKERS)
     recovery, manager = Recovery(pipeline, MagicMock(training=None)), Manager()
     recovery.manager = cast(Any, manager)
-    call: Any = SimpleNamespace(forward_only=True, model_chunks=[])
+    call: Any = SimpleNamespace(forward_only=True, model_chunks=[], config=SimpleNamespace(timers=None))
     found: list[bool] = []
 
     def attempt(*_given: Any) -> Any:

@@ -13,8 +13,12 @@ import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import Departure
+from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.elastic.generation import Generation, GenerationId
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
+from adaptra_megatron.engine.fault_tolerance import FaultTolerance
 from adaptra_megatron.engine.rejoining import (
     Handing,
     HandOverLateError,
@@ -37,6 +41,15 @@ MIB = 1 << 20
 def test_it_is_handed_over_or_given_up_in_time(start_ranks: Callable[..., list[RankResult]]) -> None:
     for result in start_ranks(2, [RANKS], timeout_s=100):
         assert "DONE" in result.output, result.output
+
+
+def test_a_process_rejoins_once() -> None:
+    """A script may ask again, before other data are read."""
+    feature = FaultTolerance(AdaptraConfig(reroute="failures"), FaultTolerantGroups(Departure(1, 1, "host", "", 0.0)))
+    feature.training = Training([], None, None, dict)
+    assert feature.rejoins
+    feature.hooks(SimpleNamespace())  # type: ignore[arg-type]
+    assert feature.rejoin() is None
 
 
 def test_lateness_is_what_goes_beyond_the_fastest_message_and_adds_up() -> None:

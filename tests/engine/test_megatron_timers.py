@@ -17,11 +17,15 @@ from support.processes import RankResult
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.elastic.failure_errors import EpochEndedError
+from adaptra_megatron.elastic.generation import FIRST
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
 from adaptra_megatron.engine.execution.executor import IterationReport
 from adaptra_megatron.engine.execution.inbox import Addresses
 from adaptra_megatron.engine.execution.stage_program import compile_program
+from adaptra_megatron.engine.fault_tolerance import Recovery
 from adaptra_megatron.engine.measuring import add_times
-from adaptra_megatron.megatron.state.attempt_state import forget_attempt
+from adaptra_megatron.megatron.megatron_iteration import iteration
+from adaptra_megatron.megatron.state.attempt_state import running_timers
 from adaptra_megatron.schedule.classic import split_backward, stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.action_records import ActionRecord
@@ -92,15 +96,53 @@ def test_less_detail_is_left_alone(level: int) -> None:
     assert not timers._timers
 
 
+def recovery(call: Any) -> Callable[[Callable[..., Any], int], Any]:
+    """Runs attempts at a call as a rank does that survives failures: `(attempt, number of the attempt)`."""
+    groups = SimpleNamespace(stale=False, gather_missed=lambda: None)
+    hooks = Recovery(cast(Any, None), cast(Any, SimpleNamespace(groups=groups, training=None)))
+    hooks._kept = cast(Any, SimpleNamespace(keep=lambda: None, restore=lambda: None))
+    hooks.manager = cast(Any, SimpleNamespace(turn=0))
+    generation = cast(Any, SimpleNamespace(id=FIRST))
+    return lambda attempt, number: hooks._attempt(attempt, call, generation, number)
+
+
 @pytest.mark.usefixtures("waits")
-@pytest.mark.parametrize("level", [0, 2])
-def test_an_attempt_that_failed_within_an_action_times_nothing(level: int) -> None:
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_an_attempt_that_failed_within_a_forward_times_nothing(level: int) -> None:
+    """Training and an evaluation, whose call has no timers: the script reads its batch by those of the job."""
     timers = Timers(level, "max")
-    call: Any = SimpleNamespace(config=SimpleNamespace(timers=timers), model_chunks=[])
-    for _attempt in range(2):
-        for name in ("forward-compute", "backward-compute"):
-            timers(name, log_level=2).start()
-        forget_attempt(call)
+    call = SimpleNamespace(config=SimpleNamespace(timers=timers), model_chunks=[], forward_only=False)
+    attempts = recovery(call)
+    outer = timers("interval-time", log_level=0)
+    outer.start()
+
+    def fail(*_given: Any) -> None:
+        timers("forward-compute", log_level=2).start()
+        timers("batch-generator", log_level=2).start()
+        raise EpochEndedError("a rank has failed")
+
+    for _call in ("training", "evaluation"):
+        for number in range(3):
+            with pytest.raises(EpochEndedError):
+                attempts(fail, number)
+        attempts(lambda *_given: None, 3)
+        call.config.timers, call.forward_only = None, True
+    assert running_timers(timers) == {"interval-time"}
+    outer.stop()
+
+
+@pytest.mark.usefixtures("waits")
+def test_an_iteration_that_fails_does_not_wait_for_the_device(waits: list[str]) -> None:
+    """A reduction over NCCL waits for a rank that has failed, until it is aborted."""
+    config = SimpleNamespace(timers=Timers(1, "max"), barrier_with_L1_time=False, finalize_model_grads_func=None)
+
+    def fail() -> None:
+        with iteration(cast(Any, SimpleNamespace(config=config))):
+            raise EpochEndedError("a rank has failed")
+
+    with pytest.raises(EpochEndedError):
+        fail()
+    assert waits == ["device"], "as the timer began"
 
 
 class Struck:
@@ -138,10 +180,11 @@ def test_an_attempt_that_failed_within_a_reduction_times_nothing(
     if within != "reduction":
         monkeypatch.setattr(chunk, "finish_grad_sync", lambda **_keywords: None)
     groups = SimpleNamespace(tp=None, pp=None, embd=None, pos_embd=None, dp_cp=None)
-    for _attempt in range(2):
+    attempts = recovery(SimpleNamespace(config=config, model_chunks=[chunk], forward_only=False))
+    for number in range(2):
         with pytest.raises(EpochEndedError):
-            finalizing.finalize_model_grads([chunk], None, pg_collection=groups)
-        forget_attempt(cast(Any, SimpleNamespace(config=config, model_chunks=[chunk])))
+            attempts(lambda *_given: finalizing.finalize_model_grads([chunk], None, pg_collection=groups), number)
+    attempts(lambda *_given: None, 2)
     outer.stop()
 
 
@@ -192,3 +235,33 @@ class TestWaiting:
             time_in_pipeline(Timer("forward-compute").stop, in_actions=True)
         assert torch.cuda.synchronize is synchronize
         assert waits == []
+
+    @pytest.mark.parametrize("in_actions", [False, True])
+    def test_in_a_call_that_survives_failures_until_one_is_known(
+        self, in_actions: bool, waits: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A kernel that waits for a rank which has failed ends once this rank has aborted its communicator."""
+
+        class Event:
+            def record(self) -> None:
+                waits.append("event")
+
+            def query(self) -> bool:
+                return False
+
+        groups = FaultTolerantGroups()
+        applied = enable(AdaptraConfig(reroute="failures"), groups=groups)
+        try:
+            assert applied.runtime is not None
+            applied.runtime.runs_actions = in_actions
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(torch.cuda, "Event", Event)
+            groups.ended.set()
+            with groups.call(), pytest.raises(EpochEndedError):
+                Timer("all-grads-sync").start()
+            assert waits == ["event"]
+            applied.runtime.runs_actions = False
+            Timer("optimizer").start()
+            assert waits == ["event", "device"]
+        finally:
+            applied.undo()

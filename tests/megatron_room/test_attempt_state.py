@@ -76,6 +76,17 @@ def test_routers_begin_as_the_attempt_before(interrupted: str) -> None:
     assert torch.equal(router.local_tokens_per_expert, expected_tokens), "the next iteration"
 
 
+def test_a_bias_is_the_same_where_routes_leave_a_router_without_a_forward() -> None:
+    idle, others = Router(), Router()
+    for router in (idle, others):
+        AttemptState([router])
+    others.compute()
+    idle.local_tokens_per_expert.copy_(others.local_tokens_per_expert)  # as finalize_model_grads sums them up
+    for router in (idle, others):
+        router.finish()
+    assert torch.equal(idle.expert_bias.float(), others.expert_bias)
+
+
 def test_sums_for_the_log_hold_each_micro_batch_once() -> None:
     def compute() -> None:
         experts_save = cast(Any, moe_utils).save_to_aux_losses_tracker

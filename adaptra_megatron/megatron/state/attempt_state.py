@@ -40,19 +40,12 @@ if TYPE_CHECKING:
     from adaptra_megatron.megatron.megatron_call import PipelineCall
 
 
-_TIMERS = {
-    *("forward-compute", "backward-compute", "all-grads-sync", "conditional-embedder-grads-all-reduce"),
-    *("non-tensor-parallel-grads-all-reduce", "embedding-grads-all-reduce"),
-}
-"""Megatron's timers within a call (schedules.py: forward_step, backward_step; finalize_model_grads.py)."""
-
-
 class AttemptState:
     """State at the beginning of the first attempt at an iteration, on one rank, for the life of the job."""
 
     def __init__(self, model_chunks: Sequence[Any]) -> None:
         """`model_chunks`: as Megatron's schedules get them."""
-        # By place: a router makes its bias float32 in its first forward, in new memory.
+        # By place: a module may give a buffer another type in its first forward, in new memory.
         self._places = [
             (module, name)
             for chunk in model_chunks
@@ -60,6 +53,12 @@ class AttemptState:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        for module, name in self._places:
+            if name == "expert_bias":
+                # As a router does in its first forward. A cell that routes leave without one would add to 16 bits, and
+                # round otherwise than others.
+                bias = module.get_buffer(name)
+                bias.data = bias.float()
         self._model_chunks = model_chunks
         self._buffers: list[torch.Tensor] = []
         self._sums: dict[tuple[str, ...], torch.Tensor] = {}
@@ -117,15 +116,11 @@ class AttemptState:
 
 
 def forget_attempt(call: PipelineCall) -> None:
-    """Reset gradients, reductions and timers after an attempt that did not finish, before the next attempt.
+    """Reset gradients and reductions after an attempt that did not finish, before the next attempt.
 
-    Afterwards gradients are zero, no reduction is pending (distributed/param_and_grad_buffer.py:
-    _ParamAndGradBucketGroup), and nothing within a call is timed.
+    Afterwards gradients are zero, and no reduction is pending (distributed/param_and_grad_buffer.py:
+    _ParamAndGradBucketGroup).
     """
-    if call.config.timers is not None:
-        timers = call.config.timers._timers
-        for name in _TIMERS & timers.keys():
-            timers[name]._started = False
     chunk: Any
     for chunk in call.model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -135,6 +130,19 @@ def forget_attempt(call: PipelineCall) -> None:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.grad = None
+
+
+def running_timers(timers: Any) -> frozenset[str]:
+    """Return the names of Megatron's `timers` that run. None has none."""
+    return frozenset(() if timers is None else (name for name, each in timers._timers.items() if each._started))
+
+
+def stop_timers(timers: Any, running: frozenset[str]) -> None:
+    """Stop the timers that an attempt has left running: Megatron's and the script's, apart from those that were
+    `running` before it. What they have measured is dropped.
+    """
+    for name in running_timers(timers) - running:
+        timers._timers[name]._started = False
 
 
 class MicroBatchRandom:
