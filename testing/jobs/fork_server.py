@@ -220,6 +220,11 @@ def _become_rank(request: dict[str, Any], environment: dict[str, str], log: str)
         os.environ.clear()
         os.environ.update(environment, TORCHDYNAMO_DISABLE=disabled)
         os.environ[PARENT_VARIABLE] = str(os.getppid())
+        # torch makes its thread pool anew after a fork, and two threads that ask first at once may find none
+        # (caffe2/utils/threadpool/pthreadpool-cpp.cc): here there is one.
+        import torch
+
+        torch.set_num_threads(torch.get_num_threads())
         run_script(request["argv"])
         status = 0
     except SystemExit as exit_request:

@@ -160,7 +160,7 @@ class Trainer:
         if self._runtime is not None:
             self._runtime.settle()
         self.result.grad_norms = [float(norm) for norm in self.result.grad_norms]
-        with self._parameters_gathered():
+        with self._unhooked():
             dist.barrier()  # as Megatron's print_datetime, once training is done
             self.result.parameters = model_tensors(self.model)
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
@@ -201,12 +201,8 @@ class Trainer:
         return self._runtime.feature(FaultTolerance).saves.is_due
 
     def _capture(self) -> None:
-        hooked = self.model if self.args.overlap_param_gather and self.args.cuda_graph_warmup_steps else []
-        for chunk in hooked:
-            chunk.disable_forward_pre_hook(param_sync=False)
-        self._graphs.create_cudagraphs()
-        for chunk in hooked:
-            chunk.enable_forward_pre_hook()
+        with self._unhooked(gathered=False) as hooked:
+            self._graphs.create_cudagraphs()
         if hooked:
             self._graphs.cuda_graph_set_manual_hooks()
 
@@ -308,15 +304,16 @@ class Trainer:
         return float(total[0] / total[1])
 
     @contextlib.contextmanager
-    def _parameters_gathered(self) -> Iterator[None]:
-        """Gather all parameters within this context, with no gather pending, as Megatron does before it evaluates or
-        saves.
+    def _unhooked(self, *, gathered: bool = True) -> Iterator[Sequence[Any]]:
+        """Have forwards gather no parameters within this context; return the chunks whose forwards did so.
+
+        `gathered`: gather all first, with no gather pending, as Megatron does before it evaluates or saves.
         """
         # A training that is resumed at its end has no iteration after which forwards gather.
         hooked = [chunk for chunk in self.model if self.args.overlap_param_gather and _is_hooked(chunk)]
         for chunk in hooked:
-            chunk.disable_forward_pre_hook()
-        yield
+            chunk.disable_forward_pre_hook(param_sync=gathered)
+        yield hooked
         for chunk in hooked:
             chunk.enable_forward_pre_hook()
 
@@ -328,7 +325,7 @@ class Trainer:
         for chunk in self.model:
             chunk.eval()
         reported: list[torch.Tensor] = []
-        with torch.no_grad(), self._parameters_gathered():
+        with torch.no_grad(), self._unhooked():
             for _ in range(args.eval_iters):
                 losses = self._forward_backward(iterators, forward_only=True)
                 reported += [loss["lm loss"] for loss in losses]
@@ -347,7 +344,7 @@ class Trainer:
         def write() -> None:
             save_checkpoint(self.args, self.model, self.optimizer, self.scheduler, self.iteration, self._saves)
 
-        with self._parameters_gathered():
+        with self._unhooked():
             write() if self._runtime is None else self._runtime.save(write)
 
     def _log_iteration(self) -> None:
