@@ -4,59 +4,27 @@
 A liveness check finds stalled ranks: processes that are stopped, or hang in a driver, while their hosts report. The
 first rank that has waited longer than the job's timeout, while the launcher knows of no failure, requests it. All
 running ranks interrupt their waits and respond. The launcher ends the ranks that have not responded within the timeout,
-and from then on they count as failed. A rank whose own device has failed ends by itself.
+and from then on they count as failed.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import NoReturn
-
-import torch
 
 from adaptra_megatron.common.control_store import ControlStore
-from adaptra_megatron.common.foreign_errors import is_device_assertion, is_device_out_of_memory
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, Stalled
-from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
+from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore, TamperedError
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.generation import Generation, live_ranks
 
 logger = logger_of(__name__)
 
 _CONNECT_S, _STARTUP_POLL_S = 60.0, 0.5
-
-
-def is_of_device(error: BaseException, *, ended: bool = False) -> bool:
-    """Return whether this rank's accelerator has failed: the rank must end, and others can go on without it.
-
-    An assertion on the device, or too little memory, is the script's error. But where the generation has `ended`,
-    assertions may have been of outputs that aborted operations left undefined.
-    """
-    of_script = is_device_out_of_memory(error) or (is_device_assertion(error) and not ended)
-    # NVIDIA's first builds of torch 2.8 may lack the type.
-    return isinstance(error, getattr(torch, "AcceleratorError", ())) and not of_script
-
-
-def end_rank(name: str, error: BaseException, *, printed: bool) -> NoReturn:
-    """End this process, whose device has failed with `error`, with status 1; log that, with a traceback unless Python
-    has `printed` it.
-
-    At once: neither a script that catches errors nor a destructor that waits for the device may hold up the others.
-    """
-    text = "%s: the device of this rank has failed, so it ends, and the other ranks go on without it"
-    logger.error(text, name, exc_info=None if printed else error)
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or none
-            stream.flush()
-    os._exit(1)
 
 
 class StartupFailureMonitor:
@@ -89,7 +57,8 @@ class StartupFailureMonitor:
             return
 
 
-_RESPONSE_POLL_S = 0.1
+_RESPONSE_POLL_S, _TURN_S = 0.1, 0.25
+"""Poll interval, and time after the timeout that each rank leaves to the ranks before it."""
 
 
 def is_requested(store: SealedStore) -> bool:
@@ -107,9 +76,9 @@ def answer_liveness_check(
 ) -> Stalled | None:
     """Request a liveness check, or respond to one, and wait for the response of all `live` ranks.
 
-    Returns the ranks that have not responded within `timeout_s`, for the launcher. Returns None if all have, if fewer
-    than half have, or once `check` returns True: the live ranks have changed. `admitted`: see `Generation`. Raises
-    TamperedError, and RuntimeError if the store cannot be reached.
+    Returns the ranks that have not responded within `timeout_s`, for the launcher; the same on all ranks. Returns None
+    if all have, if fewer than half have, or once `check` returns True: the live ranks have changed. `admitted`: see
+    `Generation`. Raises TamperedError, and RuntimeError if the store cannot be reached.
     """
 
     def missing_ranks() -> tuple[int, ...]:
@@ -118,19 +87,20 @@ def answer_liveness_check(
     # Requesting and responding are one step, since several ranks may reach the timeout at once.
     store.set("called", b"called")
     store.set(f"here/{layout.rank}", b"here")
-    begun_s = time.monotonic()
+    # In turn: to look for all ranks takes a request for each, and if all did so at once, the store of a large job would
+    # be busy for minutes. The first result counts for all: a stalled rank may wake up meanwhile.
+    due_s = time.monotonic() + timeout_s + _TURN_S * sorted(live).index(layout.rank)
     # The counter is not sealed: it decides only which rank looks before the timeout, so that not all ranks do.
     if store.add("answers", 1) == len(live) and not missing_ranks():
-        store.set("all here", b"all here")
-    while store.peek("all here") is None:
+        store.put_once("missing", packed(()))
+    while (found := store.peek("missing")) is None:
         if check():
             return None
-        if time.monotonic() - begun_s > timeout_s:
+        if time.monotonic() > due_s:
+            found = store.put_once("missing", packed(missing_ranks()))
             break
         time.sleep(_RESPONSE_POLL_S)
-    else:
-        return None
-    missing = missing_ranks()
+    missing: tuple[int, ...] = unpacked(found, tuple[int, ...], MOST_NBYTES)
     # If fewer than half respond, this rank is likely in the smaller part of a split network: it must not end the
     # others.
     if not missing or 2 * len(missing) > len(live):
@@ -185,8 +155,8 @@ class FailureDetector:
         """The present generation and its store of liveness checks, for the thread."""
         self._requested: Generation | None = None
         """The last generation with a liveness check."""
-        self._stalled: Stalled | None = None
-        """Stalled ranks that are still to be reported."""
+        self._reports: list[tuple[float, Stalled]] = []
+        """Stalled ranks that are still to be reported, and when."""
         self._tampered: TamperedError | None = None
         """Ended the thread, and is to end the job."""
         self._latest = self._newest = records.newest()
@@ -235,9 +205,9 @@ class FailureDetector:
             membership = self._await_change(tried, checked=True)
         return membership
 
-    def report(self, stalled: Stalled) -> None:
-        """Report stalled ranks to the launcher, which ends them."""
-        self._stalled = stalled
+    def report(self, stalled: Stalled, after_s: float = 0.0) -> None:
+        """Report stalled ranks to the launcher, which ends them, after `after_s` or as this detector is closed."""
+        self._reports.append((time.monotonic() + after_s, stalled))
         self._look.set()
 
     def close(self) -> None:
@@ -301,13 +271,16 @@ class FailureDetector:
         epoch = -1 if self._newest is None else self._newest.epoch
         every_s = _LOOKS_S + (0 if self._newest is None else self._newest.world_size) / _RANKS_PER_S
         looked_s = time.monotonic()
-        while not self._closed.is_set():
+        while True:
             self._look.wait(every_s)
             self._look.clear()
+            closed = self._closed.is_set()
             try:
-                if self._stalled is not None:
-                    self._records.report(self._stalled)
-                    self._stalled = None
+                for each in [each for each in self._reports if closed or each[0] < time.monotonic()]:
+                    self._records.report(each[1])
+                    self._reports.remove(each)
+                if closed:
+                    return
                 if time.monotonic() - looked_s > _LOOKED_S:
                     self._look_for_liveness_check()
                     looked_s = time.monotonic()

@@ -4,10 +4,12 @@
 Launchers, exit statuses and error files should name the rank that failed first. So that rank logs its traceback before
 any other rank learns of the error, and the others wait for its process to end. A rank whose process serves the job's
 store ends last: the others use the store until they end, and torch would log in each that the store is unreachable.
+A rank whose own device has failed ends alone (`end_rank`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import select
@@ -16,6 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout, boot_identity
@@ -144,6 +147,23 @@ def log_own(name: str, error: BaseException) -> None:
         return
     vars(error)[_LOGGED] = True
     logger.error("%s: this error was raised here, and the job ends with it", name, exc_info=error)
+    _flush()
+
+
+def end_rank(name: str, error: BaseException, *, printed: bool) -> NoReturn:
+    """End this process, whose device has failed or hangs, with status 1; log that and `error`, with a traceback unless
+    Python has `printed` it.
+
+    At once: neither a script that catches errors nor a destructor that waits for the device may hold up the others.
+    """
+    text = "%s: the device of this rank has failed or hangs, so it ends, and the other ranks go on without it"
+    logger.error(text, name, exc_info=None if printed else error)
+    logging.shutdown()
+    _flush()
+    os._exit(1)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()

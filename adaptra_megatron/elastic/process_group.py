@@ -124,9 +124,7 @@ class CoalescedWork:
 
 
 COUNTS = "adaptra_micro_batches"
-"""Attribute of a gradient tensor: a tensor with the number of micro-batches in it, which is reduced with it
-(megatron/state/conservation.py).
-"""
+"""Attribute of a gradient: a tensor, its number of micro-batches, reduced with it (megatron/state/conservation.py)."""
 
 Launch = Callable[[Any, list[torch.Tensor]], Any]
 """Launches an operation on torch's own group, given the outputs; returns torch's handle.
@@ -153,9 +151,7 @@ class UnwrittenError(RuntimeError):
 
 
 def ignores_failed_members() -> bool:
-    """Return whether the collective's caller is known to fill the outputs beforehand, so that those of failed members
-    may stay as they are.
-    """
+    """Return whether the collective's caller is known to set the outputs of failed members beforehand."""
     # torch.distributed's own frames lie between Megatron and this one, those of what it deprecates, and maybe our
     # decorators: the first frame beyond them is the caller.
     frame = sys._getframe(1)
@@ -301,7 +297,6 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         options = dist.AllreduceOptions() if opts is None else opts
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         averages = options.reduceOp == dist.ReduceOp.AVG and not self._groups.is_inside
-
         behalves: list[Callable[[torch.Tensor], object]] = []
         if options.reduceOp == dist.ReduceOp.SUM:
             # They are for one sum only. `launch` keeps them, as the sum may be repeated in the next generation.
@@ -509,9 +504,7 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
-        """Reduce one tensor and scatter it. With shards, also reduces the part in `given` of which this rank holds a
-        copy.
-        """
+        """Reduce one tensor and scatter it; with shards, also reduce the part that this rank holds a copy of."""
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single_coalesced(

@@ -28,11 +28,12 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.foreign_errors import is_of_device
 from adaptra_megatron.common.gathering import nccl_group
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.membership import START_VARIABLE, Departure, MembershipRecords
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.elastic.failure_detection import StartupFailureMonitor, is_of_device
+from adaptra_megatron.elastic.failure_detection import StartupFailureMonitor
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,
     LateRankError,
@@ -144,6 +145,8 @@ class FaultTolerantGroups:
         self._recover: Callable[[Exception], None] | None = None
         self.kept = KeptResults()
         """Results of operations outside of calls."""
+        self.fence_s = FENCE_S
+        """Longest wait of `leave`."""
 
     # What torch.distributed sees.
 
@@ -250,7 +253,7 @@ class FaultTolerantGroups:
         fence, self._fence = self._fence, Fence()
         self._natives.clear()
         fence.close()
-        fence.wait(min(FENCE_S, self._timeout_s))
+        fence.wait(self.fence_s)
 
     def native(self, group: FaultTolerantGroup, device: torch.device) -> FencedGroup:
         """Return torch's own group of the present members. All members create it together at its first use."""
@@ -280,7 +283,11 @@ class FaultTolerantGroups:
             store = control.unsealed(name)
         if device == "cpu":
             return connected_group(store, rank, len(members), self._timeout_s)
-        return nccl_group(store, rank, len(members), self._timeout_s), None
+        group = nccl_group(store, rank, len(members), self._timeout_s)
+        # It would connect in its first operation, in the training thread: no check of ours ends that wait if another
+        # rank fails meanwhile (ProcessGroupNCCL.cpp, initNCCLComm).
+        group.eager_connect_single_device(torch.device(device, torch.cuda.current_device()))
+        return group, None
 
     # Operations.
 
@@ -363,10 +370,11 @@ class FaultTolerantGroups:
             return CompletedWork()
         name = self._key(group)
         while not self._known(name, outputs):
-            if group is self._groups[0]:
+            if self.stale and group is self._groups[0]:
                 # Collectives over all ranks come at the same point on each, so all or none gather here. The training
                 # may be at its end, without a further call that would gather.
                 self.gather_missed()
+                continue  # a rank may have failed meanwhile, and another may have the result
             if self._done(begin):
                 break
         self.kept.keep(name, None if differs else outputs)

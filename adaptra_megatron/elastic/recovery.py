@@ -30,11 +30,12 @@ from typing import TypeVar
 
 from adaptra_megatron.common.child_process import OwningProcess
 from adaptra_megatron.common.control_store import ControlStore, SilentStoreError
+from adaptra_megatron.common.foreign_errors import is_of_device
 from adaptra_megatron.common.layout import Cell, JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Departure, Membership, MembershipRecords, Stalled
 from adaptra_megatron.common.typed_messages import packed
-from adaptra_megatron.elastic.failure_detection import ABORT_POLL_S, FailureDetector, end_rank, is_of_device
+from adaptra_megatron.elastic.failure_detection import ABORT_POLL_S, FailureDetector
 from adaptra_megatron.elastic.failure_errors import (
     EpochEndedError,
     JobLostError,
@@ -46,8 +47,9 @@ from adaptra_megatron.elastic.failure_errors import (
     is_communication,
     is_of_script,
 )
+from adaptra_megatron.elastic.fence import FENCE_S, OperationStillRunsError
 from adaptra_megatron.elastic.generation import RESTART, Generation
-from adaptra_megatron.elastic.job_abort import check_abort, publish_error, publish_finished
+from adaptra_megatron.elastic.job_abort import check_abort, end_rank, publish_error, publish_finished
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups, interruptible
 from adaptra_megatron.elastic.protocol import (
     Answer,
@@ -79,7 +81,6 @@ from adaptra_megatron.elastic.rejoin import (
     JoinResult,
     RejoiningLateError,
     Return,
-    note_admitted,
 )
 
 logger = logger_of(__name__)
@@ -173,6 +174,8 @@ class RecoveryManager:
             interrupt=self._interrupt,
             check_abort=self._check_abort,
         )
+        # The others wait for this rank for the timeout. Before, they must see it end, where an operation does not.
+        groups.fence_s = min(FENCE_S, timeout_s / 2)
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         present = self._control.in_generation(self.generation.id)
         self._detector.enter(functools.partial(groups.begin, layout, present, self._go_on))
@@ -256,12 +259,12 @@ class RecoveryManager:
     def end_with(self, error: BaseException, *, printed: bool = False) -> None:
         """Publish this rank's own error, so that the other ranks end; log it first unless Python has `printed` it.
 
-        Where its device has failed, end this process instead: the other ranks go on without it. Does nothing in a
-        forked child, whose connection to the store belongs to the parent.
+        Where its device has failed or hangs, end this process instead: the other ranks go on without it. Does nothing
+        in a forked child, whose connection to the store belongs to the parent.
         """
         if not self._owner.is_this:
             return
-        if is_of_device(error, ended=self._groups.ended.is_set()):
+        if isinstance(error, OperationStillRunsError) or is_of_device(error, ended=self._groups.ended.is_set()):
             end_rank(self._layout.name(self._layout.rank), error, printed=printed)
         if isinstance(error, Exception) and not isinstance(
             error, (OtherRankError, UnrecoverableError, SilentStoreError)
@@ -299,7 +302,7 @@ class RecoveryManager:
         try:
             return self._answer_from_store(request)
         except RejoiningLateError as late:
-            self._report_late(late)
+            logger.warning("%s: the others go on without them", late)
             return Interrupted()
         except TimeoutError as cause:
             # Without a meeting there is no generation to continue in. Elsewhere a late rank is handled as a failed one.
@@ -318,7 +321,6 @@ class RecoveryManager:
             case Arrive():
                 return self._arrive(request.name)
             case HandOver():
-                assert self.hand_over is not None
                 self._hand_over(request.next)
                 return Done()
             case Put(value=HandedIn() as state):
@@ -342,9 +344,7 @@ class RecoveryManager:
             interruptible(wait, self._check_wait, self._timeout_s, f"the commit of call {self._rank.call}")
 
     def _hand_over(self, to: Generation) -> None:
-        """Send this rank's state to the rejoining ranks. Raises RejoiningLateError if they are late, and the errors of
-        `_check_wait`.
-        """
+        """Send this rank's state to the rejoining ranks. Raises RejoiningLateError, and the errors of `_check_wait`."""
         abandoned = threading.Event()
 
         def check() -> None:
@@ -428,10 +428,8 @@ class RecoveryManager:
     def _after(self, before: Rank, answer: Answer) -> Rank:
         """Return the state of the protocol after an answer.
 
-        Raises the errors of `after_failures` and `_refuse_lost_shards`.
-
-        Publishes an error that no rank can recover from, for ranks that do not see it themselves and for restarted
-        ones.
+        Raises the errors of `after_failures` and `_refuse_lost_shards`. Publishes one that no rank can recover from,
+        for ranks that do not see it themselves and for restarted ones.
         """
         try:
             after = before.after(answer)
@@ -516,7 +514,6 @@ class RecoveryManager:
             self._enter(before.next)
             self.admitted()
             if leads:
-                note_admitted(self._store, before.ticket)
                 with self._records.lent(self._timeout_s) as records:
                     records.say_admitted(before.next.admitted)
                 self._returns.append(back)
@@ -527,14 +524,9 @@ class RecoveryManager:
         elif leads:
             text = "%s: not admitted after %.2f s, as a rank has died or was late meanwhile; going on without"
             logger.warning(text, names, seconds)
-
-    def _report_late(self, late: RejoiningLateError) -> None:
-        """Have the launcher end late rejoining processes, so that it may start others."""
-        assert self._rank.next is not None
-        ranks = tuple(each for each in late.ranks if each not in self._rank.before)
-        if ranks:
-            why = f"has not rejoined for {late.waited_s:.1f} s"
-            self._detector.report(Stalled(ranks, why, self._rank.next.admitted))
+            # Those that run end by themselves. One that is stopped or hangs would keep its place.
+            left_out = Stalled(tuple(arrived), "was to rejoin, and has not been admitted", before.next.admitted)
+            self._detector.report(left_out, after_s=PATIENCE_S)
 
     def _got_over(self) -> None:
         """Record and log the recovery, if a rank failed during the work that has just been run again."""

@@ -20,7 +20,7 @@ from adaptra_megatron.common.layout import JobLayout, LayoutRecord, host_identit
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import START_VARIABLE, Arrival, Departure, MembershipRecords, Readiness
 from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore
-from adaptra_megatron.common.typed_messages import packed, unpacked
+from adaptra_megatron.common.typed_messages import unpacked
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, UnrecoverableError, is_communication
 from adaptra_megatron.elastic.generation import Generation, refuse_lost_stages
 from adaptra_megatron.elastic.job_abort import check_abort
@@ -34,7 +34,6 @@ PATIENCE_S = 4.5
 """Longest time that the others wait for a rejoining process, beyond the transfer of its state. The process may be
 stopped or hang, and a host that has failed once is the likeliest to.
 """
-_LATEST = "admission/latest"
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,6 @@ class RejoiningLateError(RuntimeError):
     def __init__(self, ranks: tuple[int, ...], waited_s: float) -> None:
         self.ranks, self.waited_s = ranks, waited_s
         super().__init__(f"ranks {', '.join(map(str, ranks))}, started again, are {waited_s:.1f} s late")
-
-
-def note_admitted(store: SealedStore, ticket: Ticket) -> None:
-    """Record the latest admission. Called by the rank that published the ticket."""
-    store.set(_LATEST, packed(ticket))
-
-
-def admitted_so_far(store: SealedStore) -> Mapping[int, int]:
-    """Return the failed ranks that have rejoined (see `Generation`). Raises RuntimeError if the store does."""
-    found = store.peek(_LATEST)
-    if found is None:
-        return {}
-    ticket: Ticket = unpacked(found, Ticket, MOST_NBYTES)
-    return ticket.admitted
 
 
 def read_ticket(store: SealedStore, arrival: Arrival, timeout_s: float, check: Callable[[], None]) -> Ticket:
@@ -170,7 +155,7 @@ class RejoiningRank:
             nonlocal looked_s
             check_abort(store, self.layout.name(place.rank))
             if time.monotonic() - looked_s > _LOOKS_AT_ALL_S:
-                self._refuse_lost_stages(store)
+                self._refuse_lost_stages()
                 looked_s = time.monotonic()
             # `awaited` polls every 2 ms, and this process may wait for minutes.
             time.sleep(_LOOKS_S)
@@ -182,11 +167,10 @@ class RejoiningRank:
             self.layout.move(each.rank, each.ready.host, each.ready.identity)
         return JoinResult(self.layout, self.control, Rank.rejoins(self.layout, ticket), membership.left)
 
-    def _refuse_lost_stages(self, store: SealedStore) -> None:
+    def _refuse_lost_stages(self) -> None:
         """Raise JobLostError if the ranks that could have admitted this process have failed themselves."""
-        admitted, newest = admitted_so_far(store), self._records.newest()
-        if newest is not None:
-            refuse_lost_stages(self.layout, newest, admitted)
+        if (newest := self._records.newest()) is not None:
+            refuse_lost_stages(self.layout, newest, self._records.admitted())
 
     def check(self, joined: JoinResult) -> None:
         """Raise EpochEndedError once a rank has failed, including other rejoining ranks, or the others have called the

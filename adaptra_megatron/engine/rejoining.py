@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.common.control_store import ControlStore
-from adaptra_megatron.common.gathering import epoch_group
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.typed_messages import encoded
@@ -28,6 +27,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.clocks import RelatedClock
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.elastic.failure_errors import LateRankError, of_backend
+from adaptra_megatron.elastic.fence import connected_group
 from adaptra_megatron.elastic.generation import Generation
 from adaptra_megatron.elastic.rejoin import PATIENCE_S, JoinResult, RejoiningLateError, RejoiningRank
 from adaptra_megatron.engine.training_job import Counters, Job, JobEntry, Result
@@ -392,8 +392,9 @@ class _Channel:
         limit_s = timeout_s if lateness is None else min(timeout_s, lateness.patience_s + _MEETING_S)
         begun_s = time.monotonic()
         try:
-            with of_backend():
-                self._held: list[Any] = [epoch_group(control, name, ends, rank, limit_s)]
+            with of_backend(), control.lent(name, limit_s, sealed=False) as store:
+                group, self._sockets = connected_group(store, ends.index(rank), len(ends), limit_s)
+                self._held: list[Any] = [group]
         except RuntimeError:
             if lateness is not None:
                 lateness.check(handing.target, time.monotonic() - begun_s + _PROMPT_S, _MEETING_S, 0)
@@ -436,6 +437,8 @@ class _Channel:
                 elif waited_s > self._timeout_s:
                     raise LateRankError(f"timed out: {self.handing} has made no progress for {self._timeout_s:g} s")
         except BaseException:
+            # Else the group would wait for a rank that is stopped, and end this process with an error at its exit.
+            self._sockets.shut_down()
             self.leave()
             raise
         self._held.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of attempts, and who is known to take part again."""
+"""The end of attempts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
 from adaptra_megatron.elastic import protocol_store as commit
-from adaptra_megatron.elastic.protocol import Ticket
 from adaptra_megatron.elastic.protocol_store import CommitDesk, ReplicasDifferError, Word, together
-from adaptra_megatron.elastic.rejoin import admitted_so_far, note_admitted
 
 
 @pytest.fixture
 def store() -> SealedStore:
     return SealedStore(HashStore(), b"0" * 32, "here")
-
-
-def test_who_takes_part_again_is_known_once_that_is_decided(store: SealedStore) -> None:
-    assert admitted_so_far(store) == {}
-    note_admitted(store, Ticket(4, 6, 5, 2, (), (1,), {1: 3}, {}))
-    assert admitted_so_far(store) == {1: 3}
 
 
 def arrivals(store: SealedStore, words: dict[int, Word], call: int = 0) -> dict[int, Word | None]:

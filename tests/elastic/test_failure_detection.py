@@ -12,10 +12,11 @@ from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
 from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.foreign_errors import is_of_device
 from adaptra_megatron.common.membership import Departure, Membership
 from adaptra_megatron.common.sealed_store import TamperedError
 from adaptra_megatron.elastic import failure_detection
-from adaptra_megatron.elastic.failure_detection import FailureDetector, is_of_device
+from adaptra_megatron.elastic.failure_detection import FailureDetector
 from adaptra_megatron.elastic.failure_errors import of_backend
 from adaptra_megatron.elastic.fence import Fence
 from adaptra_megatron.elastic.generation import after_failures, first_generation
@@ -140,6 +141,8 @@ def test_an_assertion_on_a_device_is_the_scripts_unless_it_may_have_read_undefin
     assert is_of_device(error, ended=True)
     for kind in (torch.AcceleratorError, torch.OutOfMemoryError):
         assert not is_of_device(kind("CUDA error: out of memory"), ended=True)
+    for refused in ("invalid argument", "operation not permitted when stream is capturing"):
+        assert not is_of_device(torch.AcceleratorError(f"CUDA error: {refused}"))
 
 
 def test_an_operation_between_calls_is_not_repeated_where_the_device_has_failed() -> None:

@@ -9,10 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
-from adaptra_megatron.common.membership import START_VARIABLE
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import (
+    START_VARIABLE,
+    Arrival,
+    Departure,
+    Membership,
+    MembershipRecords,
+    Readiness,
+)
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.elastic.failure_errors import EpochEndedError, UnrecoverableError, of_backend
+from adaptra_megatron.elastic.failure_errors import EpochEndedError, JobLostError, UnrecoverableError, of_backend
 from adaptra_megatron.elastic.process_group_manager import live_groups
 from adaptra_megatron.elastic.protocol import Phase
 from adaptra_megatron.elastic.rejoin import RejoiningRank, refuse_other_settings
@@ -65,3 +75,19 @@ def test_a_broken_connection_is_explained_by_the_departure_that_is_known_later()
     with pytest.raises(EpochEndedError, match="a rank has failed while rank 1 was to take its place") as found:
         rejoining.wait(joined, broken, "the state")
     assert "Connection closed" in str(found.value.__context__)
+
+
+def test_a_rank_is_not_lost_whose_stage_has_one_that_is_back() -> None:
+    """The rank that led fails once it has admitted rank 1 again: of what it writes then, rank 1 writes as much itself
+    as a process that is started again has to know."""
+    records = MembershipRecords(SealedStore(HashStore(), bytes(32), "here"))
+    left = tuple(Departure(rank, epoch, "host", "was killed by SIGKILL", 0.0) for rank, epoch in ((1, 1), (0, 3)))
+    arrived = (Arrival(1, 2, Readiness(1, 1, "host", "boot/net")),)
+    records.publish(Membership(3, 2, 0.0, left, arrived))
+    rejoining: Any = object.__new__(RejoiningRank)
+    rejoining._records = records
+    rejoining.layout = JobLayout(0, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in range(2)})
+    with pytest.raises(JobLostError, match="all 2 cells of stage 0 are dead"):
+        rejoining._refuse_lost_stages()
+    records.say_admitted({1: 2})
+    rejoining._refuse_lost_stages()

@@ -56,12 +56,20 @@ def test_an_unauthenticated_peer_cannot_answer_by_the_counter_that_is_not_sealed
     assert [each and each.ranks for each in found] == [(3,)] * 3
 
 
-@pytest.mark.parametrize("key", ["here/3", "all here"])
+@pytest.mark.parametrize("key", ["here/3", "missing"])
 def test_an_answer_that_no_rank_has_given_is_refused(key: str) -> None:
     job = Job()
     job.store.set(key, "here")
     with pytest.raises(TamperedError, match=key):
         job.answers(range(3), 0.5)
+
+
+def test_a_stalled_rank_that_wakes_up_late_learns_that_it_is_ended() -> None:
+    """The first result counts for all: those that have it wait for that rank's end."""
+    job = Job()
+    found = job.answers(range(3), 0.5)
+    assert found[0] is not None
+    assert job.answer(3, 0.5) == found[0]
 
 
 def test_where_all_answer_none_does() -> None:

@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.sealed_store import SealedStore
+from adaptra_megatron.elastic import process_group_manager
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, is_communication
 from adaptra_megatron.elastic.fence import Fence, OperationStillRunsError
 from adaptra_megatron.elastic.generation import Generation, GenerationId
@@ -308,6 +309,43 @@ def test_a_gather_that_a_second_failure_interrupts_is_done_again_before_the_oper
     groups.gather = lambda: operate("gather", renewed=True)
     operate("sum", renewed=False)
     assert done == ["gather", "gather", "sum"]
+
+
+def test_a_result_that_others_have_after_a_failure_in_a_gather_is_taken_from_them() -> None:
+    """They had ended the operation before which this rank gathers: to carry it out once more would pair it with their
+    next."""
+    store, launched = SealedStore(HashStore(), bytes(32), "here"), list[str]()
+    groups, group = without_rank_1()
+    group.broadcast([2 * one()], dist.BroadcastOptions())
+    groups.kept.publish(store, [groups._key(group)])
+    groups, group = without_rank_1()
+    groups.gather = lambda: groups.kept.found_with({groups._key(group): 2}, store, 0.1, groups.check)
+    given = one()
+    groups.run(group, [given], lambda *_given: launched.append("again"))
+    assert not launched
+    assert torch.equal(given, 2 * one())
+
+
+def test_a_rank_that_fails_while_others_connect_over_nccl_holds_none_of_them_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connects, ends = threading.Event(), threading.Event()
+
+    class Connecting:
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            assert device == torch.device("cuda", 3)
+            connects.set()
+            ends.wait(60.0)
+
+    groups, group = without_rank_1()
+    groups._store, groups._timeout_s = HashStore(), 60.0
+    monkeypatch.setattr(process_group_manager, "nccl_group", lambda *_given: Connecting())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    threading.Thread(target=lambda: connects.wait(60.0) and groups.ended.set()).start()
+    with pytest.raises(EpochEndedError):
+        groups.native(group, torch.device("cuda"))
+    assert connects.is_set()
+    ends.set()
 
 
 @pytest.mark.parametrize("name", ["scatter", "reduce-scatter", "all-to-all"])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULTS
 TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RANK", "flip:RANK", "zero:RANK",
-"lose:RANK", "lose-back:RANK", "miscount:RANK", "device:RANK" or "late-device:RANK" as a fault; commas lie between.
+"lose:RANK", "lose-back:RANK", "miscount:RANK", "device:RANK", "late-device:RANK" or "stuck:RANK" as a fault; commas lie
+between.
 
 Decorators around what a rank does in a new generation: the delegate of RANK is killed as it opens links, each first
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
@@ -10,7 +11,8 @@ this cell lives and has no work. Or, without a death, RANK's gradients are set t
 the second, in each attempt, or with "lose" in the attempt LOST alone, or with "lose-back" in the first one after ranks
 have come back. With "miscount", RANK adds one to the number of tokens by which gradients are divided, in the attempt
 MISCOUNTED. With "device" an error of RANK's accelerator is raised in a forward, with "late-device" after an optimizer's
-step, where nothing is undone, as in Megatron's pretrain. With "back:RANK", RANK dies as it makes the first group of
+step, where nothing is undone, as in Megatron's pretrain. With "stuck" an operation of RANK does not end though its
+connections are shut down. With "back:RANK", RANK dies as it makes the first group of
 those that live once ranks have come back.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
 """
@@ -40,6 +42,7 @@ from adaptra_megatron.patches.application import AppliedPatches  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 from adaptra_megatron.common.layout import Cell  # noqa: E402
+from adaptra_megatron.elastic.fence import Fence  # noqa: E402
 from adaptra_megatron.elastic.generation import FIRST, Generation  # noqa: E402
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups  # noqa: E402
 from adaptra_megatron.engine import fault_tolerance, iteration_work  # noqa: E402
@@ -198,6 +201,23 @@ def fail_device(run: Callable[..., Any], number: int) -> Callable[..., Any]:
     return struck
 
 
+class StuckWork:
+    """Handle of an operation that does not end."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def stick(wait: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(wait)
+    def waits(fence: Fence, timeout_s: float) -> None:
+        fence._note(StuckWork(), "an all-reduce over a GPU that hangs")
+        say("an operation does not end")
+        wait(fence, timeout_s)
+
+    return waits
+
+
 class CountedAccount(ActivationAccount):
     """Says what any of them has held most in training, at the end."""
 
@@ -230,6 +250,7 @@ def main(struck: list[str], arguments: list[str]) -> None:
         "late-device": Replacement(
             OptimizerParamScheduler, "step", fail_device(OptimizerParamScheduler.step, 3), "a device fails after a call"
         ),
+        "stuck": Replacement(Fence, "wait", stick(Fence.wait), "an operation does not end"),
         "rank": Replacement(FaultTolerantGroups, "_make_native", die(FaultTolerantGroups._make_native), "a rank dies"),
     }
     decorated["back"] = replace(decorated["rank"], value=die(FaultTolerantGroups._make_native, back=True))

@@ -262,6 +262,19 @@ def test_all_hand_overs_end_where_one_rank_is_late(tmp_path: Path) -> None:
     assert 3.0 < float(waited_s) < 5.0 + SLOW_S
 
 
+@pytest.mark.timeout(150)
+def test_all_ranks_that_stop_while_they_receive_the_state_are_started_again(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Each has another rank that sends to it, and one of the two finds its own late before the other does."""
+    deaths = ("1:1:2", "3:1:2", "1:1:receiving+0:stop", "3:1:receiving+0:stop")
+    layout = Layout(2, 2, flags="--emulate-compute-ms 100,100,100")  # else it ends before they do
+    results = train(layout, tmp_path, fork_server, deaths, back=(2, 5))
+    assert [result.returncode for result in results] == [0] * 4
+    assert "not admitted after" in results[0].output
+    assert [result.output.count(BACK) for result in results] == [0, 1, 0, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_restarted_rank_that_waits_for_a_lane_which_has_failed_ends_and_is_started_again(

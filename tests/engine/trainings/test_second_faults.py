@@ -122,9 +122,21 @@ def test_a_rank_whose_device_fails_ends_alone(fault: str, peace: Path, tmp_path:
     failed = results[4]
     assert failed.returncode == 1
     assert "AcceleratorError: CUDA error: uncorrectable ECC error" in failed.output
-    assert "the device of this rank has failed, so it ends" in failed.output
+    assert "the device of this rank has failed or hangs, so it ends" in failed.output
     # For the others a death like any other.
     dead = [replace(result, returncode=KILLED) if result is failed else result for result in results]
+    assert not problems(LAYOUT, peace, tmp_path, dead)
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_whose_operation_does_not_end_ends_alone(peace: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+    """Before the others, which wait for it in the store, have waited for the timeout."""
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, "stuck:4"], "--adaptra-timeout-s 8")
+    stuck = results[4]
+    assert stuck.returncode == 1
+    assert "an all-reduce over a GPU that hangs has not ended 4.0 s after" in stuck.output
+    assert "the device of this rank has failed or hangs, so it ends" in stuck.output
+    dead = [replace(result, returncode=KILLED) if result is stuck else result for result in results]
     assert not problems(LAYOUT, peace, tmp_path, dead)
 
 
