@@ -14,6 +14,10 @@ from adaptra_megatron.common.membership import Departure, Membership, Readiness,
 from adaptra_megatron.elastic.launch.launch_messages import HostReport, LaunchOutcome, RankEnding, Silence, Start
 
 
+_KILLED_S = 10.0
+"""How long a stalled rank may take to end once it is killed. The others wait twice as long before the job ends."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Rules by which a job ends."""
@@ -45,6 +49,8 @@ class Roster:
         """How often other hosts have taken each node rank."""
         self.stalled: dict[int, str] = {}
         """Observed stall of each live rank that others found stalled."""
+        self._stalled_s: dict[int, float] = {}
+        """Time at which each of them was seen to be."""
         self.admitted: Mapping[int, int] = {}
         """Epoch of the arrival of each restarted rank that has been admitted."""
         self._nodes, self._policy, self._begun_s = nodes, policy, now_s
@@ -119,7 +125,7 @@ class Roster:
     def decide(self, now_s: float, time_s: float) -> None:
         """Update membership and outcome. `time_s`: Unix time."""
         if self.outcome is None:
-            self.outcome = self._begin(now_s, time_s) if self.membership is None else self._go_on(time_s)
+            self.outcome = self._begin(now_s, time_s) if self.membership is None else self._go_on(now_s, time_s)
 
     @property
     def all_left(self) -> bool:
@@ -148,13 +154,16 @@ class Roster:
         self.membership = Membership(0, world_size, time_s, ())
         return None
 
-    def _go_on(self, time_s: float) -> LaunchOutcome | None:
+    def _go_on(self, now_s: float, time_s: float) -> LaunchOutcome | None:
         assert self.membership is not None
         for node, report in self.hosts.items():
             # The store is served by node rank 0: without it no rank can go on.
             if (cause := _departing(node, report)) and (node == 0 or not self._policy.no_kill):
                 return LaunchOutcome(True, f"{cause}, so all ranks have been ended")
-        departed = sorted(self._departures(time_s), key=lambda each: each.at_s)
+        self._stalled_s = {rank: self._stalled_s.get(rank, now_s) for rank in self.stalled}
+        departed = sorted(self._departures(now_s, time_s), key=lambda each: each.at_s)
+        for each in departed:  # or the rank's next process would be killed for it
+            self.stalled.pop(each.rank, None)
         if departed and not self._policy.no_kill:
             return LaunchOutcome(True, self._failures(departed))
         if departed:
@@ -196,7 +205,7 @@ class Roster:
         done_s = min((at_s for rank, at_s in self._finished().items() if rank in staying), default=inf)
         self._unfinished += [each for each in departed if each.at_s > done_s and self.trains(each.rank)]
 
-    def _departures(self, time_s: float) -> Iterator[Departure]:
+    def _departures(self, now_s: float, time_s: float) -> Iterator[Departure]:
         """Iterate over the ranks that have left since the present epoch began."""
         assert self.membership is not None
         epoch, live, starts = self.membership.epoch + 1, set(self.membership.live), self.starts
@@ -209,10 +218,11 @@ class Roster:
                 rank, ending = self._rank(node, local_rank), ended.get(local_rank)
                 if rank not in live or rank in self._done_before:
                     continue
+                stall = self.stalled.get(rank, "")
                 # Others wait for a stalled rank, so its work was not done even if it has ended with status 0.
                 # A reported ending goes before the silence of its host, since it names the cause.
-                if ending is not None and (ending.failed or rank in self.stalled):
-                    before = f"{self.stalled.pop(rank)}, and " if rank in self.stalled else ""
+                if ending is not None and (ending.failed or stall):
+                    before = f"{stall}, and " if stall else ""
                     self._details[rank] = _details(ending, report)
                     after = f", after its launcher {report.leaving}" if ending.asked else ""
                     yield Departure(rank, epoch, report.host, f"{before}{ending.why}{after}", ending.at_s)
@@ -220,6 +230,9 @@ class Roster:
                     yield Departure(rank, epoch, report.host, self.lost[node], time_s)
                 elif ending is None and report.left:
                     yield Departure(rank, epoch, report.host, f"its launcher {report.leaving}", time_s)
+                elif ending is None and stall and now_s - self._stalled_s[rank] > _KILLED_S:
+                    why = f"{stall}, was killed, and has not ended yet: see whether its device or the kernel hangs"
+                    yield Departure(rank, epoch, report.host, why, time_s)
 
     def _finished(self) -> dict[int, float]:
         """Return when ranks ended with status 0 (Unix time)."""

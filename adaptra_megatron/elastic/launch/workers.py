@@ -21,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import START_VARIABLE
+from adaptra_megatron.common.typed_messages import plain_text
 from adaptra_megatron.elastic.launch import tied_process
 from adaptra_megatron.elastic.launch.endpoint import Endpoint
 from adaptra_megatron.elastic.launch.guard import Guard, kill_group
@@ -212,7 +213,7 @@ class Workers:
             message = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
         tail = _tail(Path(logs[0])) if logs else ""
         text = tail if message == "<NONE>" else _end_of(str(message))
-        return "\n".join([f"  log: {where}", *(f"  | {line}" for line in text.splitlines())])
+        return plain_text("\n".join([f"  log: {where}", *(f"  | {line}" for line in text.splitlines())]))
 
 
 def environments_of(

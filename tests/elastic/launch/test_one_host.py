@@ -84,7 +84,7 @@ def test_whatever_a_rank_writes_about_its_error_the_others_go_on(launches: Launc
         else:
             import json
             nchars = 100_000 if {where!r} == "error file" else 20 << 20
-            text = long[:nchars] + "\\nerror of the file"
+            text = long[:nchars] + "\\nerror of the file \\udcff"  # as of a file's name that cannot be decoded
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({{"message": text, "timestamp": 1}}))
         print("\\nerror of the log", file=sys.stderr)
         sys.exit(1)

@@ -171,6 +171,33 @@ def test_a_rank_that_stood_still_is_lost_for_that() -> None:
     assert job.roster.membership.left[0].why == ("stalled: 1 other ranks waited for 10.0 s, and was killed by SIGKILL")
 
 
+def test_a_stalled_rank_that_does_not_end_when_it_is_killed_has_left_before_the_others_give_up() -> None:
+    job = Job(POLICY, 2)
+    job.second()
+    job.roster.stall(Stalled((1,), "stalled: 1 other ranks waited for 10.0 s", {}))
+    for _ in range(10):
+        job.second()
+        assert job.live == (0, 1)
+    job.second()
+    assert job.live == (0,)
+    assert job.roster.membership is not None
+    assert "waited for 10.0 s, was killed, and has not ended yet" in job.roster.membership.left[0].why
+    job.ends(0, ending(1, -9))
+    assert job.epoch == 1, "it is known"
+    comes_back(job, start=1)
+    assert (job.live, job.roster.stalled) == ((0, 1), {})
+
+
+def test_a_stall_of_a_host_that_is_lost_is_forgotten_with_it() -> None:
+    job = Job(POLICY, 1, 2)
+    job.second()
+    job.silent.add(1)
+    job.roster.stall(Stalled((2,), "stalled", {}))
+    for _ in range(6):
+        job.second()
+    assert (job.live, job.roster.stalled) == ((0,), {}), "or the first process of the next host would be killed"
+
+
 def ready(left: int, start: int) -> Readiness:
     return Readiness(left, start, "host1", "boot/net")
 
