@@ -13,6 +13,7 @@ import secrets
 import socket
 import stat
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -99,7 +100,7 @@ def _answer(requests: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 SECRET_VARIABLE = "ADAPTRA_SECRET_FILE"
 _LONGEST_SECRET = 4096
 _LEAST_S = 0.1
-"""Minimum time for a connection to the store, even past a deadline."""
+"""Minimum time for a connection to the store, even past a deadline, and pause between two tries."""
 _SECRET_KEY = "adaptra/transport/secret"
 MOST_SPARE = 4
 """Clients kept for the next borrower: a stage has four directed links to its neighbours."""
@@ -205,12 +206,17 @@ class ControlStore:
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        if isinstance(store, TCPStore):
+        deadline_s = time.monotonic() + max(within_s, _LEAST_S)
+        while isinstance(store, TCPStore):
             try:
-                socket.create_connection((store.host, store.port), max(within_s, _LEAST_S)).close()
+                socket.create_connection((store.host, store.port), max(deadline_s - time.monotonic(), _LEAST_S)).close()
+                return
             except OSError as cause:
-                where = f"{store.host}:{store.port}"
-                raise dist.DistNetworkError(f"the job's store at {where} cannot be reached: {cause}") from cause
+                # Refused: its server has ended. An answer about its name, or its route, may be there in a moment.
+                if isinstance(cause, ConnectionRefusedError) or time.monotonic() > deadline_s:
+                    where = f"{store.host}:{store.port}"
+                    raise dist.DistNetworkError(f"the job's store at {where} cannot be reached: {cause}") from cause
+            time.sleep(_LEAST_S)
 
 
 def job_secret(store: Any, environment: Mapping[str, str] = os.environ) -> bytes:

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from adaptra_megatron.common.control_store import ControlStore
+from torch.distributed import DistError
+
+from adaptra_megatron.common.control_store import ControlStore, SilentStoreError
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, Stalled
@@ -119,7 +121,7 @@ def answer_liveness_check(
 
 ABORT_POLL_S = 0.2
 """Interval at which a waiting rank checks for an error that ends the job."""
-_LOOKED_S = 1.0
+_LOOKED_S, _REACHED_S = 1.0, 5.0
 _LOOKS_S, _RANKS_PER_S = 0.05, 20_000
 """Shortest poll interval, and polls per second of all ranks together, which lengthen the interval of large jobs."""
 
@@ -282,7 +284,10 @@ class FailureDetector:
                 if closed:
                     return
                 if time.monotonic() - looked_s > _LOOKED_S:
-                    self._look_for_liveness_check()
+                    try:
+                        self._look_for_liveness_check()
+                    except (DistError, SilentStoreError):  # of a connection that it makes in each generation
+                        self._liveness = None
                     looked_s = time.monotonic()
                 found = self._records.newest()
             except TamperedError as cause:
@@ -308,7 +313,7 @@ class FailureDetector:
         """Interrupt the training thread once another rank has requested a liveness check."""
         generation = self._generation()
         if self._liveness is None or self._liveness[0] is not generation:
-            store = self._control.in_generation(generation.id).client("liveness check")
+            store = self._control.in_generation(generation.id).client("liveness check", _REACHED_S)
             self._liveness = generation, store
         if self._requested is not generation and is_requested(self._liveness[1]):
             with self._interrupting:

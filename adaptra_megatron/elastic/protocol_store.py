@@ -22,7 +22,7 @@ from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.generation import GenerationId
 from adaptra_megatron.elastic.protocol import Agreement, Answer, Await, AwaitAll, Done, Found, HandedIn, Put, PutOnce
 
-_LOOKS_S = 0.002
+_LOOKS_S, _SELDOM_S = 0.002, 0.1
 Seen = TypeVar("Seen")
 
 
@@ -33,7 +33,8 @@ def said_by_one(store: SealedStore, key: str, mine: bytes | None, timeout_s: flo
     """
     if mine is not None:
         store.set_parts(key, mine)
-    return awaited(lambda: store.peek(key), timeout_s, check)
+    # Ever more seldom: it may take that rank seconds, in which thousands wait.
+    return awaited(lambda: store.peek(key), timeout_s, check, longest_pause_s=_SELDOM_S)
 
 
 def awaited(
@@ -62,14 +63,19 @@ ALL_GENERATIONS = "survival"
 """Prefix of keys that all generations share."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 """First and longest pause between two polls: the last rank to finish an attempt writes its fate at once."""
+_RANKS_PER_S = 20_000
+"""Polls per second of all ranks together, which lengthen the pauses of large jobs."""
 
 
 class ProtocolStore:
     """The protocol's requests of one rank. For the training thread."""
 
-    def __init__(self, control: ControlStore, store: SealedStore, timeout_s: float) -> None:
-        """`store`: for keys of the whole job. `timeout_s`: longest wait for another rank, and limit of each request."""
+    def __init__(self, control: ControlStore, store: SealedStore, timeout_s: float, ranks: int) -> None:
+        """`store`: for keys of the whole job. `timeout_s`: longest wait for another rank, and limit of each request.
+        `ranks`: number of the job's ranks.
+        """
         self._control, self._store, self._timeout_s = control, store, timeout_s
+        self._longest_pause_s = max(_LONGEST_PAUSE_S, ranks / _RANKS_PER_S)
         self._lent = ExitStack()
         self._of: tuple[GenerationId, SealedStore] | None = None
 
@@ -118,7 +124,7 @@ class ProtocolStore:
             return tuple(found) if len(found) == len(keys) else None
 
         try:
-            return awaited(look, self._timeout_s, check, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            return awaited(look, self._timeout_s, check, _FIRST_PAUSE_S, self._longest_pause_s)
         except TimeoutError as cause:
             raise TimeoutError(f"{keys[len(found)]} has been waited for {self._timeout_s:g} s") from cause
 

@@ -128,7 +128,7 @@ class RecoveryManager:
         self._layout, self._control, self._groups, self._records = layout, control, groups, records
         self._timeout_s = timeout_s
         self._store = control.punctual(ALL_GENERATIONS, timeout_s)
-        self._steps = ProtocolStore(control, self._store, timeout_s)
+        self._steps = ProtocolStore(control, self._store, timeout_s, len(layout.workers))
         self._desk = CommitDesk(self._store, layout.rank, timeout_s)
         self._rank = Rank.first(layout) if joined is None else joined.rank
         self._callbacks: list[Callable[[], None]] = []
@@ -470,6 +470,7 @@ class RecoveryManager:
         names = ", ".join(f"{self._layout.name(each.rank)} ({each.why})" for each in lost)
         # One line for the whole job: all live ranks see the same.
         if rank.rank == min(generation.live):
+            self._report_refused()  # whom the rank that led has refused, which may have failed since
             logger.warning(
                 "lost %s: going on with %d of %d ranks", names, len(generation.live), len(self._layout.workers)
             )
@@ -524,9 +525,15 @@ class RecoveryManager:
         elif leads:
             text = "%s: not admitted after %.2f s, as a rank has died or was late meanwhile; going on without"
             logger.warning(text, names, seconds)
-            # Those that run end by themselves. One that is stopped or hangs would keep its place.
-            left_out = Stalled(tuple(arrived), "was to rejoin, and has not been admitted", before.next.admitted)
-            self._detector.report(left_out, after_s=PATIENCE_S)
+            self._report_refused()
+
+    def _report_refused(self) -> None:
+        """Have the launcher end processes that have not been admitted. Those that run end before by themselves; one
+        that is stopped or hangs would keep its place.
+        """
+        if refused := self.generation.refused:
+            stalled = Stalled(tuple(sorted(refused)), "was to rejoin, and has not been admitted", refused)
+            self._detector.report(stalled, after_s=PATIENCE_S)
 
     def _got_over(self) -> None:
         """Record and log the recovery, if a rank failed during the work that has just been run again."""

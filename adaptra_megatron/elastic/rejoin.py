@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, TypeVar
 
 from adaptra_megatron.common.control_store import ControlStore
@@ -59,11 +60,11 @@ class RejoiningLateError(RuntimeError):
 def read_ticket(store: SealedStore, arrival: Arrival, timeout_s: float, check: Callable[[], None]) -> Ticket:
     """Return the ticket of a rejoining process, once the others have published it.
 
-    Raises UnrecoverableError if they do not within the timeout, and the errors of `check`.
+    Raises UnrecoverableError once `check` raises TimeoutError, after `timeout_s`, and its other errors.
     """
     key = f"ticket/{arrival.rank}/{arrival.epoch}"
     try:
-        ticket: Ticket = unpacked(awaited(lambda: store.peek(key), timeout_s, check), Ticket, MOST_NBYTES)
+        ticket: Ticket = unpacked(awaited(lambda: store.peek(key), inf, check), Ticket, MOST_NBYTES)
     except TimeoutError as cause:
         raise UnrecoverableError(
             f"rank {arrival.rank}, started again, has waited {timeout_s:g} s (--adaptra-timeout-s) to be admitted: an "
@@ -133,13 +134,14 @@ class RejoiningRank:
         self.control = ControlStore.of_job(record.layout.token)
         self.timeout_s = self.control.timeout_s if timeout_s is None else timeout_s
         self._store = self.control.client(ALL_GENERATIONS)
-        self._steps = ProtocolStore(self.control, self._store, self.timeout_s)
+        self._steps = ProtocolStore(self.control, self._store, self.timeout_s, len(self.layout.workers))
 
     def stand_ready(self) -> JoinResult:
         """Report that this process is ready, and wait until the others admit it before one of their next iterations.
 
-        Raises UnrecoverableError if they do not within the timeout, JobLostError if they no longer can, OtherRankError
-        if the job has ended with an error, RuntimeError if a store cannot be reached.
+        Raises UnrecoverableError if they do not within the timeout once all ranks of its cell are there, JobLostError
+        if they no longer can, OtherRankError if the job has ended with an error, RuntimeError if a store cannot be
+        reached.
         """
         place, identity, store = self._place, host_identity(), self._store
         # The job may be ending: then no rank would ever admit this one.
@@ -149,14 +151,16 @@ class RejoiningRank:
         self.layout.move(place.rank, ready.host, identity)
         self._records.say_ready(place.rank, ready)
         arrival = self._arrival(ready)
-        looked_s = time.monotonic()
+        looked_s, whole_s = time.monotonic(), inf
 
         def check() -> None:
-            nonlocal looked_s
+            nonlocal looked_s, whole_s
             check_abort(store, self.layout.name(place.rank))
-            if time.monotonic() - looked_s > _LOOKS_AT_ALL_S:
-                self._refuse_lost_stages()
-                looked_s = time.monotonic()
+            if (now_s := time.monotonic()) - looked_s > _LOOKS_AT_ALL_S:
+                # Until then it waits as long as the job: another host of its cell may be replaced in an hour.
+                whole_s, looked_s = min(whole_s, now_s) if self._cell_is_whole() else inf, now_s
+            if now_s - whole_s > self.timeout_s:
+                raise TimeoutError(f"nothing within {self.timeout_s:g} s")
             # `awaited` polls every 2 ms, and this process may wait for minutes.
             time.sleep(_LOOKS_S)
 
@@ -167,10 +171,16 @@ class RejoiningRank:
             self.layout.move(each.rank, each.ready.host, each.ready.identity)
         return JoinResult(self.layout, self.control, Rank.rejoins(self.layout, ticket), membership.left)
 
-    def _refuse_lost_stages(self) -> None:
-        """Raise JobLostError if the ranks that could have admitted this process have failed themselves."""
-        if (newest := self._records.newest()) is not None:
-            refuse_lost_stages(self.layout, newest, self._records.admitted())
+    def _cell_is_whole(self) -> bool:
+        """Return whether all ranks of this process's cell live or stand ready: the others admit none before.
+
+        Raises JobLostError if the ranks that could have admitted this process have failed themselves.
+        """
+        newest, workers = self._records.newest(), self.layout.workers
+        if newest is None:
+            return False
+        refuse_lost_stages(self.layout, newest, self._records.admitted())
+        return all(workers[each].cell != self.layout.cell for each in workers.keys() - set(newest.live))
 
     def check(self, joined: JoinResult) -> None:
         """Raise EpochEndedError once a rank has failed, including other rejoining ranks, or the others have called the

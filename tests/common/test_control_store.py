@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -52,6 +53,26 @@ def test_a_member_that_does_not_come_is_an_error_in_time() -> None:
     control = ControlStore(dist.HashStore(), SECRET, "job")
     with pytest.raises(RuntimeError):
         epoch_group(control, "pair", (0, 1), 0, 0.2)
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_name_that_is_not_found_is_looked_up_again_in_time(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connect, failures = socket.create_connection, iter(range(times))
+
+    def fail(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        if next(failures, None) is not None:
+            raise socket.gaierror("Temporary failure in name resolution")
+        return connect(address, timeout_s)
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    control = ControlStore(served, SECRET, "job")
+    if times == 1:
+        control.reach(20.0)
+        assert next(failures, None) is None
+        return
+    with pytest.raises(RuntimeError, match="cannot be reached: Temporary failure"):
+        control.reach(0.3)
 
 
 def test_a_client_is_lent_again_unless_it_failed() -> None:

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of attempts."""
+"""The end of attempts, and who is admitted."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
 
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.membership import Stalled
 from adaptra_megatron.common.sealed_store import SealedStore, TamperedError
 from adaptra_megatron.elastic import protocol_store as commit
+from adaptra_megatron.elastic.generation import Generation, GenerationId
+from adaptra_megatron.elastic.protocol import Agreement, Await, Rank
 from adaptra_megatron.elastic.protocol_store import CommitDesk, ReplicasDifferError, Word, together
+from adaptra_megatron.elastic.recovery import RecoveryManager
+from adaptra_megatron.elastic.rejoin import PATIENCE_S
 
 
 @pytest.fixture
@@ -88,3 +96,34 @@ def test_the_store_does_not_grow_with_calls(store: SealedStore) -> None:
         assert desk.arrive(call, frozenset({0}), Word(f"{call}/0/0"), lambda: None) is not None
         sizes.append(raw.num_keys())
     assert sizes[3:] == [sizes[3]] * 6
+
+
+def test_thousands_of_ranks_that_wait_poll_more_seldom(store: SealedStore) -> None:
+    looks: list[int] = []
+    for ranks in (16, 16_384):
+        looks.append(0)
+
+        def look() -> None:
+            looks[-1] += 1
+
+        steps = commit.ProtocolStore(ControlStore(store._store, b"0" * 32, "job"), store, 1.0, ranks)
+        with pytest.raises(TimeoutError, match="agreement has been waited for"):
+            steps.carry_out(Await(None, "agreement"), look)
+    assert looks[1] < 25 < looks[0]
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_whom_a_rank_that_has_failed_since_refused_is_reported_by_the_one_that_leads_now(rank: int) -> None:
+    workers = {each: Worker(Cell(each % 3, each // 3), 0, "host", "boot/net") for each in range(6)}
+    generation = Generation(
+        GenerationId(3), frozenset({2, 3, 4, 5}), frozenset({Cell(0, 0), Cell(1, 0)}), refused={1: 2}
+    )
+    manager: Any = object.__new__(RecoveryManager)
+    for name in ("_swallowed", "_steps", "_groups", "_control", "_detector"):
+        setattr(manager, name, mock.MagicMock(newest=None))
+    manager._layout, manager._cause, manager._known, manager._lost = JobLayout(rank, workers), None, set(), {}
+    manager._rank = replace(Rank(manager._layout, generation), agreement=Agreement((), 1))
+    manager.epochs, manager._struck_s, manager._begun_s = 0, None, 0.0
+    manager._entered_after_failures()
+    found = Stalled((1,), "was to rejoin, and has not been admitted", {1: 2})
+    assert manager._detector.report.mock_calls == [mock.call(found, after_s=PATIENCE_S)] * (rank == 2)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from support.made_up.job import SECRET, layout
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.foreign_errors import is_of_device
@@ -92,6 +93,25 @@ def test_a_failure_that_was_seen_before_a_generation_is_entered_ends_it(training
     until(lambda: training.interrupted == 1)
     training.detector.enter(training.ended.clear)
     assert training.ended.is_set()
+
+
+def test_a_connection_that_fails_once_does_not_end_the_detection(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, failures = ControlStore.client, list[str]()
+
+    def fail(store: ControlStore, place: str, within_s: float | None = None) -> Any:
+        if not failures:
+            failures.append(place)
+            raise DistNetworkError("No route to host")
+        return client(store, place, within_s)
+
+    monkeypatch.setattr(ControlStore, "client", fail)
+    monkeypatch.setattr(failure_detection, "_LOOKED_S", 0.0)
+    until(lambda: bool(failures))
+    training.membership = WITHOUT_3
+    until(lambda: training.interrupted == 1)
+    assert failures == ["liveness check"]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker, host_identity
 from adaptra_megatron.common.membership import (
     START_VARIABLE,
     Arrival,
@@ -22,6 +24,7 @@ from adaptra_megatron.common.membership import (
 )
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.elastic import rejoin
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, JobLostError, UnrecoverableError, of_backend
 from adaptra_megatron.elastic.process_group_manager import live_groups
 from adaptra_megatron.elastic.protocol import Phase
@@ -88,6 +91,35 @@ def test_a_rank_is_not_lost_whose_stage_has_one_that_is_back() -> None:
     rejoining._records = records
     rejoining.layout = JobLayout(0, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in range(2)})
     with pytest.raises(JobLostError, match="all 2 cells of stage 0 are dead"):
-        rejoining._refuse_lost_stages()
+        rejoining._cell_is_whole()
     records.say_admitted({1: 2})
-    rejoining._refuse_lost_stages()
+    assert not rejoining._cell_is_whole()
+
+
+def test_a_rank_waits_for_the_rest_of_its_cell_as_long_as_the_job_and_then_for_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host of rank 3, which is of the same cell, is replaced after a while; then none of those that live comes."""
+    store = SealedStore(HashStore(), bytes(32), "here")
+    records, looks = MembershipRecords(store), list[float]()
+    ready = Readiness(1, 1, socket.gethostname(), host_identity())
+    left = tuple(Departure(rank, 1, "host", "was killed by SIGKILL", 0.0) for rank in (2, 3))
+    records.publish(Membership(2, 4, 0.0, left, (Arrival(2, 2, ready),)))
+
+    def look(_store: object, _name: str) -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 30:
+            records.publish(Membership(3, 4, 0.0, left, (Arrival(2, 2, ready), Arrival(3, 3, ready))))
+
+    monkeypatch.setattr(rejoin, "check_abort", look)
+    monkeypatch.setattr(rejoin, "_LOOKS_AT_ALL_S", 0.0)
+    monkeypatch.setattr(rejoin, "_LOOKS_S", 0.01)
+    monkeypatch.setenv(START_VARIABLE, "1")
+    rejoining: Any = object.__new__(RejoiningRank)
+    rejoining._place, rejoining._store, rejoining._records, rejoining.timeout_s = left[0], store, records, 0.2
+    workers = {each: Worker(Cell(each // 2, 0), each % 2, "host", "boot/net") for each in range(4)}
+    rejoining.layout = JobLayout(2, workers)
+    with pytest.raises(UnrecoverableError, match=r"rank 2, started again, has waited 0\.2 s"):
+        rejoining.stand_ready()
+    assert looks[29] - looks[0] > 0.2
+    assert 0.2 < looks[-1] - looks[29] < 20.0

@@ -13,7 +13,6 @@ from math import inf
 from adaptra_megatron.common.membership import Departure, Membership, Readiness, Stalled
 from adaptra_megatron.elastic.launch.launch_messages import HostReport, LaunchOutcome, RankEnding, Silence, Start
 
-
 _KILLED_S = 10.0
 """How long a stalled rank may take to end once it is killed. The others wait twice as long before the job ends."""
 
