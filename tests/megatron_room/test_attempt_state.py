@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +12,13 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch.distributed import HashStore
 
+from adaptra_megatron.common.control_store import ControlStore
+from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.megatron.compat import logged_sums
-from adaptra_megatron.megatron.state.attempt_state import AttemptState
+from adaptra_megatron.megatron.state import attempt_state
+from adaptra_megatron.megatron.state.attempt_state import AttemptState, MicroBatchRandom
 
 
 class Router(torch.nn.Module):
@@ -131,3 +136,22 @@ def test_sums_of_redistributed_micro_batches_are_averaged_as_all_would(
     state.average_sums(cast(Any, SimpleNamespace(size=lambda: 4, members=(0, 2))))
     assert sizes == [2]
     assert sums.tolist() == ([1.0 + 2 * 3.0 / 4, 2 * 4.0 / 4] if computes else [1.0, 0.0])
+
+
+def test_streams_that_are_equal_on_two_lanes_stay_so_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor-parallel ranks draw from the default stream for activations that they hold all of, and from
+    model-parallel-rng for their own part."""
+    control, drawn = ControlStore(HashStore(), bytes(32), "job"), []
+    tracker = SimpleNamespace(get_states=dict, fork=lambda _name: nullcontext())
+    monkeypatch.setattr(attempt_state, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: drawn.append(seed))
+    workers = {each: Worker(Cell(0, 0), each, "host", "boot/net") for each in range(2)}
+    for lane in workers:
+        tracker.get_states = lambda lane=lane: {"model-parallel-rng": torch.full((16,), lane, dtype=torch.uint8)}
+        torch.manual_seed(5)
+        MicroBatchRandom.agreed(control, JobLayout(lane, workers), 5.0, says=True).begin(3, 0, 1, 0)
+        drawn.append(int(torch.randint(1 << 62, ())))
+    (gpu, own, cpu), (other_gpu, other_own, other_cpu) = drawn[:3], drawn[3:]
+    assert (gpu, cpu) == (other_gpu, other_cpu)
+    assert own != other_own

@@ -22,7 +22,7 @@ launches per iteration.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
+from adaptra_megatron.common.sealed_store import MOST_NBYTES
+from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.megatron.compat import logged_sums
 from adaptra_megatron.transport.gpu.training_device import current_device
 
@@ -145,6 +147,10 @@ def stop_timers(timers: Any, running: frozenset[str]) -> None:
         timers._timers[name]._started = False
 
 
+_CPU, _GPU = "default/cpu", "default/gpu"
+"""Torch's default generators, among the names of streams."""
+
+
 class MicroBatchRandom:
     """Seeds the streams that a model draws from before each forward, by the micro-batch rather than the cell.
 
@@ -152,47 +158,48 @@ class MicroBatchRandom:
     states of the forward itself (megatron/core/tensor_parallel/random.py: CheckpointFunction).
     """
 
-    def __init__(self, base: bytes) -> None:
-        """`base`: equal on all cells of a stage; different for each stage, lane and start of the training."""
-        self._base = base
+    def __init__(self, bases: Mapping[str, str]) -> None:
+        """`bases`: key of each stream, by its name; see `agreed`."""
+        self._bases = bases
 
     @classmethod
     def agreed(cls, control: ControlStore, layout: JobLayout, timeout_s: float, *, says: bool) -> MicroBatchRandom:
-        """Agree on the base of this rank's stage and lane: it follows from the random states of the one rank with
+        """Agree on the bases of this rank's stage and lane: they follow from the random states of the one rank with
         `says`.
 
-        All of its ranks call this at their first iteration. Raises RuntimeError if the base does not come in time.
+        Each stream has its own. So streams that are equal on several lanes stay so: tensor-parallel ranks must draw the
+        same dropout for activations that they hold all of (tensor_parallel/random.py, model_parallel_cuda_manual_seed).
+
+        All of its ranks call this at their first iteration. Raises RuntimeError if the bases do not come in time.
         """
         worker = layout.workers[layout.rank]
         store = control.client("random")
         store.set_timeout(timedelta(seconds=timeout_s))
         key = f"{worker.cell.stage}/{worker.lane}"
         if says:
-            store.set(key, _states_digest())
-        return cls(store.get(key))
+            store.set(key, packed({name: _digest(state) for name, state in _states().items()}))
+        return cls(unpacked(store.get(key), Mapping[str, str], MOST_NBYTES))
 
     def begin(self, iteration: int, replica: int, micro_batch: int, chunk: int) -> None:
         """Seed the streams for the forward of a replica's micro-batch."""
-        for name, seed in self._seeds(f"{iteration}/{replica}/{micro_batch}/{chunk}"):
-            if name is None:
-                torch.default_generator.manual_seed(seed)
-                torch.cuda.manual_seed(seed)
-            else:
-                with get_cuda_rng_tracker().fork(name):
-                    torch.cuda.manual_seed(seed)
 
-    def _seeds(self, what: str) -> Iterator[tuple[str | None, int]]:
-        for name in (None, *sorted(get_cuda_rng_tracker().get_states())):
-            text = f"{what}/{name}".encode()
-            digest = hashlib.blake2b(text, key=self._base, digest_size=8).digest()
-            yield name, int.from_bytes(digest, "little") >> 1
+        def seed(name: str) -> int:
+            text = f"{iteration}/{replica}/{micro_batch}/{chunk}/{name}".encode()
+            digest = hashlib.blake2b(text, key=bytes.fromhex(self._bases[name]), digest_size=8).digest()
+            return int.from_bytes(digest, "little") >> 1
+
+        torch.default_generator.manual_seed(seed(_CPU))
+        torch.cuda.manual_seed(seed(_GPU))
+        for name in get_cuda_rng_tracker().get_states():
+            with get_cuda_rng_tracker().fork(name):
+                torch.cuda.manual_seed(seed(name))
 
 
-def _states_digest() -> bytes:
-    states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state()]
-    tracked = get_cuda_rng_tracker().get_states()
-    states += [tracked[name] for name in sorted(tracked)]
-    digest = hashlib.blake2b(digest_size=32)
-    for state in states:
-        digest.update(state.cpu().numpy().tobytes())
-    return digest.digest()
+def _states() -> dict[str, Any]:
+    """Return the state of each stream, by its name."""
+    return {_CPU: torch.get_rng_state(), _GPU: torch.cuda.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+
+
+def _digest(state: Any) -> str:
+    state = state.get_state() if isinstance(state, torch.Generator) else state  # of a tracker for CUDA graphs
+    return hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=32).hexdigest()

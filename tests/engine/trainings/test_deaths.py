@@ -317,6 +317,19 @@ def test_without_deaths_all_numbers_and_copies_of_shards_are_stocks_to_the_bit(
         check_equal(copied(ours, stock), optimizer_state(dumped(tmp_path / "stock", owner)))
 
 
+@pytest.mark.timeout(150)
+def test_tensor_parallel_ranks_draw_the_same_dropout_for_what_they_all_hold(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Their gradients of norms are not summed, as without --sequence-parallel they are equal."""
+    results = train(Layout(2, 2, tensor=2, flags=DROPOUT, iterations=2), tmp_path, fork_server)
+    assert not any(result.returncode for result in results)
+    for rank in range(0, 8, 2):
+        first, second = dumped(tmp_path, rank), dumped(tmp_path, rank + 1)
+        norms = {name: tensor for name, tensor in second.items() if "norm" in name and "grad norms" not in name}
+        check_equal(first, norms)
+
+
 def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Every tensor that is expected must be there, equal to the bit."""
     assert expected
