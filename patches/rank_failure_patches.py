@@ -141,6 +141,8 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
         for name, value in (progress := feature.rejoin() or {}).items():
             setattr(get_args(), name, value)
         if progress:
+            # Else this process alone would come to a barrier, after its first iteration.
+            get_args().distributed_timeout_seconds_after_init = None
             # Of batches that have grown (--rampup-batch-size). train() would save where their size changes, alone.
             update_num_microbatches(get_args().consumed_train_samples, consistency_check=False)
 
@@ -153,6 +155,20 @@ def _begun(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., 
         return stock(provide if built else provider)
 
     return build_train_valid_test_data_iterators
+
+
+def _logged(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+    groups = runtime.feature(FaultTolerance).groups
+
+    @functools.wraps(stock)
+    def training_log(*given: Any, **keywords: Any) -> Any:
+        if groups.place is not None and "is_first_iteration" in keywords:
+            keywords["is_first_iteration"] = False
+        return stock(*given, **keywords)
+
+    return training_log
 
 
 def _built_before(provider: Callable[..., Any], chunks: int) -> Mapping[str, Any]:
@@ -225,6 +241,14 @@ FAULT_TOLERANCE_PATCHES = (
         parameters=("build_train_valid_test_datasets_provider",),
         reason="a restarted rank receives the others' state, and reads data from their position",
         replace=_begun,
+    ),
+    Patch(
+        identity="training-log",
+        target="megatron.training.training:training_log",
+        versions=SUPPORTED,
+        parameters=("iteration",),
+        reason="all ranks meet to log a process's first iteration, which of a restarted rank is no other's",
+        replace=_logged,
     ),
     Patch(
         identity="operations",

@@ -96,8 +96,8 @@ class CallbackWork:
         self._work.wait(*timeout)
         # Once: a second wait must not overwrite outputs that have been changed since.
         if not self._acted:
-            self._acted = True
             self._act()
+            self._acted = True
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

@@ -165,6 +165,15 @@ class FaultTolerantGroups:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         for name in ("init_process_group", "new_group"):
             self._replace(name)
+        named = dist.get_backend
+
+        @functools.wraps(named)
+        def get_backend(*given: Any, **keywords: Any) -> Any:
+            # Megatron decides by it where tensors are to be, and knows no other (dist_signal_handler.py, get_device).
+            found = named(*given, **keywords)
+            return ("nccl" if torch.cuda.is_available() else "gloo") if found == _NAME else found
+
+        dist.get_backend = get_backend
 
     def _replace(self, name: str) -> None:
         original = getattr(dist, name)

@@ -27,10 +27,11 @@ from adaptra_megatron.engine.iteration_hooks import Attempt, Attempted, EngineFe
 from adaptra_megatron.engine.rejoining import Joining, RejoiningEntry, Training, hand_over, rejoin_job
 from adaptra_megatron.engine.rerouting import Rerouting
 from adaptra_megatron.engine.training_job import Job, JobEntry
-from adaptra_megatron.megatron.compat import data_parallel_group
+from adaptra_megatron.megatron.compat import data_parallel_group, mark_averaged
 from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
 from adaptra_megatron.megatron.feature_refusals import refuse_for_recovery
 from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.megatron.megatron_iteration import repeats_iteration
 from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.megatron.state.attempt_state import AttemptState, forget_attempt, running_timers, stop_timers
 from adaptra_megatron.megatron.state.background_saves import BackgroundSaves
@@ -189,7 +190,8 @@ class Recovery(IterationHooks):
     def carry_out(self, attempt: Attempt, call: PipelineCall, number: int) -> Attempted:
         """See IterationHooks. Raises the errors of `RecoveryManager.carry_out`."""
         run = functools.partial(self._attempt, attempt, call)
-        attempted = self.manager.carry_out(run, trains=not call.forward_only)
+        # Not where Megatron repeats an iteration: a rank that is admitted knows nothing of the first time.
+        attempted = self.manager.carry_out(run, trains=not call.forward_only and not repeats_iteration())
         if not call.forward_only:
             self._feature.saves.trained()
         # Not the manager's generation: the attempt may have been found committed only once a later one was entered.
@@ -277,6 +279,7 @@ class Recovery(IterationHooks):
         finish()
         if self.manager.generation.dead_cells:
             self._kept.average_sums(data_parallel_group(call.groups))
+            mark_averaged(call.groups)
         self._groups.synchronize()
         if contributed is None:
             self._conserved = self._feature.conservation.verify(call)

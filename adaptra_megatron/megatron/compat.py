@@ -189,6 +189,18 @@ def logged_sums() -> dict[tuple[str, ...], torch.Tensor]:
     return sums
 
 
+def mark_averaged(groups: Any) -> None:
+    """Have Megatron not average `logged_sums` over data-parallel ranks again: a cell without micro-batches does not
+    know the groups in which its peers would wait for it. `groups`: of the call.
+    """
+    tracker, lanes = multi_token_prediction.MTPLossLoggingHelper.tracker, getattr(groups, "cp", None)
+    # That of multi-token prediction is over parts of sequences, too.
+    tracker["avg_group"] = lanes if lanes is not None and lanes.size() > 1 else None
+    if not _has_metrics_tracker():
+        for entry in moe_utils.get_moe_layer_wise_logging_tracker().values():
+            entry["reduce_group_has_dp"] = True
+
+
 @functools.cache
 def _has_metrics_tracker() -> bool:
     return importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None

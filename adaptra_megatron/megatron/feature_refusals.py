@@ -210,6 +210,11 @@ REROUTING = (
         _skips_iterations,
         "other replicas' micro-batches are read by number, and Megatron reads those of a skipped iteration uncounted",
     ),
+    Refusal(
+        "--qk-clip, --log-max-attention-logit",
+        either("qk_clip", "log_max_attention_logit"),
+        "all replicas meet for the largest logit, and a cell that routes leave without micro-batches has none",
+    ),
 )
 """Features that --adaptra-reroute does not support. The groups that ranks have made decide on the first one again
 before the first iteration."""
@@ -268,6 +273,7 @@ RECOVERY = (
     ),
     Refusal("--check-weight-hash-across-dp-replicas-interval", _checks_hashes, _ASKED),
     Refusal("--log-straggler", setting("log_straggler"), _ASKED),
+    Refusal("--full-validation", setting("full_validation"), "rank 0 says how long it lasts, and may have failed"),
 )
 """Features that --adaptra-reroute failures does not support."""
 

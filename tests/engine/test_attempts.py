@@ -69,3 +69,14 @@ def test_replicas_are_compared_in_the_first_attempt_of_each_generation(
     manager.fails = None
     recovery.carry_out(attempt, call, 0)
     assert found == compared
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_no_rank_is_admitted_where_megatron_repeats_an_iteration(
+    repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fault_tolerance, "repeats_iteration", lambda: repeats)
+    recovery = Recovery(MagicMock(), MagicMock())
+    recovery.manager = MagicMock()
+    recovery.carry_out(lambda *_given: cast(Any, None), cast(Any, SimpleNamespace(forward_only=False)), 0)
+    assert recovery.manager.carry_out.call_args.kwargs == {"trains": not repeats}

@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
+from adaptra_megatron.megatron import compat
 from adaptra_megatron.megatron.compat import logged_sums
 from adaptra_megatron.megatron.state import attempt_state
 from adaptra_megatron.megatron.state.attempt_state import AttemptState, MicroBatchRandom
@@ -136,6 +137,22 @@ def test_sums_of_redistributed_micro_batches_are_averaged_as_all_would(
     state.average_sums(cast(Any, SimpleNamespace(size=lambda: 4, members=(0, 2))))
     assert sizes == [2]
     assert sums.tolist() == ([1.0 + 2 * 3.0 / 4, 2 * 4.0 / 4] if computes else [1.0, 0.0])
+
+
+def test_sums_that_are_averaged_are_not_averaged_again_by_those_that_computed_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cell without micro-batches knows no groups, and would leave its peers waiting in their reductions."""
+    tracker: dict[str, Any] = {"values": torch.ones(1), "reduce_group": None, "avg_group": "all replicas"}
+    experts: dict[str, Any] = {"load_balancing_loss": {"values": torch.ones(1), "reduce_group": "tensor-parallel"}}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", tracker)
+    monkeypatch.setattr(compat, "_has_metrics_tracker", lambda: False)
+    monkeypatch.setattr(moe_utils, "get_moe_layer_wise_logging_tracker", lambda: experts)
+    for size in (1, 2):
+        lanes = SimpleNamespace(size=lambda size=size: size)
+        compat.mark_averaged(SimpleNamespace(cp=lanes))
+        assert tracker["avg_group"] is (lanes if size == 2 else None)
+    assert experts["load_balancing_loss"]["reduce_group_has_dp"] is True
 
 
 def test_streams_that_are_equal_on_two_lanes_stay_so_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,6 +429,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         "--check-weight-hash-across-dp-replicas-interval",
     ),
     "times of all": ({"log_straggler": True}, "--log-straggler"),
+    "evaluations of all": ({"full_validation": True}, "--full-validation"),
 }
 """Settings with which an attempt cannot be redone, or something fails with a rank."""
 
@@ -487,6 +488,14 @@ def test_replicas_that_share_the_largest_values_are_not_rerouted(reroute: str) -
         refuse_arguments(job)
     job.fp8_recipe = "tensorwise"
     refuse_arguments(job)
+
+
+@pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
+@pytest.mark.parametrize("asked", ["qk_clip", "log_max_attention_logit"])
+def test_the_largest_logit_of_all_replicas_is_not_asked_for(reroute: str, asked: str) -> None:
+    job = SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **{asked: True})
+    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*--qk-clip"):
+        refuse_arguments(job)
 
 
 @pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])

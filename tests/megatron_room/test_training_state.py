@@ -103,6 +103,20 @@ def test_an_optimizer_comes_with_all_that_it_has() -> None:
         assert torch.equal(value, empty.state[other][name]), name
 
 
+def test_a_group_s_steps_are_those_of_a_sender_with_parameters_in_it() -> None:
+    """FusedAdam counts no steps of a group of which a shard has no parameter: what was loaded stays there."""
+    messages, target = Messages(), torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+    for steps in (7, 1):
+        source = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+        source.param_groups[0]["step"] = steps
+        sender, receiver = ends(messages)
+        send_optimizer(sender, source, [])
+        sender.finish()
+        receive_optimizer(receiver, target, [])
+        receiver.finish()
+    assert target.param_groups[0]["step"] == 7
+
+
 def receive_all(receiver: StateReceiver, tensor: torch.Tensor) -> None:
     receiver.tensor(tensor)
     receiver.finish()

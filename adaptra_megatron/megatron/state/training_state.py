@@ -234,7 +234,9 @@ def receive_optimizer(
             "the optimizer of this process has other parameters than the job's: start it with the same flags"
         )
     for group, values in zip(optimizer.param_groups, said["groups"], strict=True):
-        group.update(values)
+        # Of a sender that has no parameter of a group in its shard, FusedAdam leaves the group's step behind.
+        steps = {"step": max(group["step"], values["step"])} if "step" in group and "step" in values else {}
+        group.update(values | steps)
     for parameter, described in zip(parameters, said["states"], strict=True):
         receiver.tensor(parameter)
         if allocates(optimizer):
