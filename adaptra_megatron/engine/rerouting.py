@@ -29,6 +29,7 @@ from adaptra_megatron.engine.execution.stage_program import Program, ProgramStep
 from adaptra_megatron.engine.iteration_hooks import EngineFeature, Inputs, IterationHooks
 from adaptra_megatron.engine.iteration_work import Work
 from adaptra_megatron.engine.routed_inputs import RoutableInputs, receives_wait
+from adaptra_megatron.megatron.compat import average_group
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
@@ -248,6 +249,8 @@ class Rerouting(IterationHooks):
         self._degraded: DegradedRoutes | None = None
         """Routes around dead cells; None if there are none."""
         self._dead: frozenset[Cell] = frozenset()
+        self._averages: Any = None
+        """See `average_group`."""
         self.routed_iterations = 0
         """Number of routed iterations so far."""
 
@@ -391,6 +394,7 @@ class Rerouting(IterationHooks):
         self.routed_iterations += self._routed and not call.forward_only
         if self._degraded is not None or call.forward_only:
             return
+        self._averages = average_group(self._averages)
         # All that was sent in the iteration before has been received: this one began with waiting for that.
         needed = others(self._program, self._job.layout) if self._routed and self._program is not None else set()
         for peer in self._links - needed:

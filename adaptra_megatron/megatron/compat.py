@@ -201,6 +201,16 @@ def mark_averaged(groups: Any) -> None:
             entry["reduce_group_has_dp"] = True
 
 
+def average_group(known: Any) -> Any:
+    """Return the group over which Megatron averages losses of multi-token prediction, as the last forward has set it.
+    Where there was none, set it to the `known` one: peers of a cell without micro-batches average with it.
+    """
+    tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
+    if "values" in tracker and tracker.get("avg_group") is None:
+        tracker["avg_group"] = known
+    return tracker.get("avg_group")
+
+
 @functools.cache
 def _has_metrics_tracker() -> bool:
     return importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is not None

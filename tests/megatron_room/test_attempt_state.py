@@ -155,6 +155,18 @@ def test_sums_that_are_averaged_are_not_averaged_again_by_those_that_computed_so
     assert experts["load_balancing_loss"]["reduce_group_has_dp"] is True
 
 
+def test_a_cell_without_micro_batches_averages_losses_with_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron forgets the group with each log, and a forward says it again."""
+    tracker: dict[str, Any] = {}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", tracker)
+    assert compat.average_group(None) is None
+    assert tracker == {}, "another stage's"
+    tracker |= {"values": torch.ones(1), "avg_group": "replicas"}
+    known = compat.average_group(None)
+    tracker["avg_group"] = None
+    assert compat.average_group(known) == tracker["avg_group"] == "replicas"
+
+
 def test_streams_that_are_equal_on_two_lanes_stay_so_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor-parallel ranks draw from the default stream for activations that they hold all of, and from
     model-parallel-rng for their own part."""

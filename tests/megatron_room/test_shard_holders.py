@@ -34,6 +34,16 @@ def test_copies_are_on_other_hosts_where_there_are_others() -> None:
     )
 
 
+def test_corresponding_ranks_of_all_stages_have_their_copies_at_the_same_distance() -> None:
+    """Hosts of 8 ranks and of 4: all of the first stage are on one, and two of the last stage with them."""
+    workers = {
+        rank: Worker(Cell(rank % 6, rank // 6), 0, "large" if rank < 8 else "small", "boot/net") for rank in range(12)
+    }
+    first, last = (holders_of(JobLayout(0, workers), range(6 * stage, 6 * stage + 6)) for stage in (0, 1))
+    assert first == last
+    assert sum(workers[6 + place].host != workers[6 + holder].host for place, holder in enumerate(last)) == 4
+
+
 def test_one_cell_cannot_hold_its_own_copies() -> None:
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] share shards, and no other replica could hold copies"):
         holders_of(layout(1, 2, per_host=2), [0, 1])

@@ -82,17 +82,23 @@ class OptimizerInstance:
 
 def holders_of(layout: JobLayout, ranks: Sequence[int]) -> list[int]:
     """Return the index of each member's holder in a group of `ranks`: in another cell and, if possible, on another
-    host.
+    host. It is the same for the corresponding ranks of all stages.
 
-    Raises ValueError if there is no other cell.
+    Gradients of tied embeddings are summed up over the first and the last stage before they are stepped: at both, a
+    rank must have reduced the same parts, its own and the one that it holds a copy of. Raises ValueError if there is no
+    other cell.
     """
+    here = [layout.workers[rank] for rank in ranks]
+    at = {(each.cell.replica, each.lane, each.cell.stage): each for each in layout.workers.values()}
+    stages = sorted({each.cell.stage for each in layout.workers.values()})
+    rows = [[at.get((each.cell.replica, each.lane, stage), each) for each in here] for stage in stages]
 
     def apart(shift: int) -> tuple[bool, int]:
-        workers = [layout.workers[rank] for rank in ranks]
-        pairs = [(each, workers[(place + shift) % len(ranks)]) for place, each in enumerate(workers)]
+        pairs = [(each, row[(place + shift) % len(ranks)]) for row in rows for place, each in enumerate(row)]
         return all(a.cell != b.cell for a, b in pairs), sum(a.host != b.host for a, b in pairs)
 
-    shift = max(range(1, len(ranks)), key=apart, default=0)
+    shifts, best = range(1, len(ranks)), (True, len(rows) * len(ranks))
+    shift = next((each for each in shifts if apart(each) == best), 0) or max(shifts, key=apart, default=0)
     if not shift or not apart(shift)[0]:
         raise ValueError(f"ranks {list(ranks)} share shards, and no other replica could hold copies of them")
     return [(place + shift) % len(ranks) for place in range(len(ranks))]
