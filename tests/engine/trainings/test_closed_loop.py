@@ -139,7 +139,8 @@ def test_observing_changes_no_bit_and_no_order_but_says_what_it_sees(fork_server
     assert len({fingerprint for rank in observed.plans for _, fingerprint in rank}) == 1
     events = [entry.event for entry in read_events(tmp_path / "run")]
     found = [(e.source, e.target, e.after, e.since_iteration) for e in events if isinstance(e, LinkDetection)]
-    assert (1, 2, "slow", 8) in found
+    # A busy machine may make the iteration before slow, too, and then the link is slow since that one.
+    assert {(1, 2, "slow", 7), (1, 2, "slow", 8)} & set(found), found
     assert not [event for event in events if isinstance(event, (PlanMade, PlanSwitched))]
 
 
