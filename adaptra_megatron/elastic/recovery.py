@@ -303,6 +303,10 @@ class RecoveryManager:
             return self._answer_from_store(request)
         except RejoiningLateError as late:
             logger.warning("%s: the others go on without them", late)
+            assert self._rank.next is not None
+            arrivals = self._rank.next.admitted
+            # At once: what is pending with a stopped process would end as this one does, and disturb its exit.
+            self._report_left_out({each: arrivals[each] for each in late.ranks if each not in self._rank.before})
             return Interrupted()
         except TimeoutError as cause:
             # Without a meeting there is no generation to continue in. Elsewhere a late rank is handled as a failed one.
@@ -470,7 +474,8 @@ class RecoveryManager:
         names = ", ".join(f"{self._layout.name(each.rank)} ({each.why})" for each in lost)
         # One line for the whole job: all live ranks see the same.
         if rank.rank == min(generation.live):
-            self._report_refused()  # whom the rank that led has refused, which may have failed since
+            # Whom the rank that led has refused, which may have failed since.
+            self._report_left_out(generation.refused, after_s=PATIENCE_S)
             logger.warning(
                 "lost %s: going on with %d of %d ranks", names, len(generation.live), len(self._layout.workers)
             )
@@ -525,15 +530,15 @@ class RecoveryManager:
         elif leads:
             text = "%s: not admitted after %.2f s, as a rank has died or was late meanwhile; going on without"
             logger.warning(text, names, seconds)
-            self._report_refused()
+            self._report_left_out(self.generation.refused, after_s=PATIENCE_S)
 
-    def _report_refused(self) -> None:
-        """Have the launcher end processes that have not been admitted. Those that run end before by themselves; one
-        that is stopped or hangs would keep its place.
+    def _report_left_out(self, arrivals: Mapping[int, int], after_s: float = 0.0) -> None:
+        """Have the launcher end processes that are not admitted, by rank. Those that run end by themselves; one that is
+        stopped or hangs would keep its place.
         """
-        if refused := self.generation.refused:
-            stalled = Stalled(tuple(sorted(refused)), "was to rejoin, and has not been admitted", refused)
-            self._detector.report(stalled, after_s=PATIENCE_S)
+        if arrivals:
+            stalled = Stalled(tuple(sorted(arrivals)), "was to rejoin, and has not been admitted", arrivals)
+            self._detector.report(stalled, after_s=after_s)
 
     def _got_over(self) -> None:
         """Record and log the recovery, if a rank failed during the work that has just been run again."""
