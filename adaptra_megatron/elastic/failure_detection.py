@@ -23,6 +23,7 @@ from adaptra_megatron.common.membership import Membership, MembershipRecords, St
 from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore, TamperedError
 from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.elastic.generation import Generation, live_ranks
+from adaptra_megatron.elastic.protocol_store import POLLS_PER_S
 
 logger = logger_of(__name__)
 
@@ -122,8 +123,8 @@ def answer_liveness_check(
 ABORT_POLL_S = 0.2
 """Interval at which a waiting rank checks for an error that ends the job."""
 _LOOKED_S, _REACHED_S = 1.0, 5.0
-_LOOKS_S, _RANKS_PER_S = 0.05, 20_000
-"""Shortest poll interval, and polls per second of all ranks together, which lengthen the interval of large jobs."""
+_LOOKS_S = 0.05
+"""Shortest interval at which the membership is read."""
 
 
 class FailureDetector:
@@ -271,7 +272,7 @@ class FailureDetector:
 
     def _work(self) -> None:
         epoch = -1 if self._newest is None else self._newest.epoch
-        every_s = _LOOKS_S + (0 if self._newest is None else self._newest.world_size) / _RANKS_PER_S
+        every_s = _LOOKS_S + (0 if self._newest is None else self._newest.world_size) / POLLS_PER_S
         looked_s = time.monotonic()
         while True:
             self._look.wait(every_s)

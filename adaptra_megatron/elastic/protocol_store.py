@@ -63,8 +63,8 @@ ALL_GENERATIONS = "survival"
 """Prefix of keys that all generations share."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 """First and longest pause between two polls: the last rank to finish an attempt writes its fate at once."""
-_RANKS_PER_S = 20_000
-"""Polls per second of all ranks together, which lengthen the pauses of large jobs."""
+POLLS_PER_S = 20_000
+"""Most polls of the store per second by all ranks together: those of large jobs pause for longer."""
 
 
 class ProtocolStore:
@@ -75,7 +75,7 @@ class ProtocolStore:
         `ranks`: number of the job's ranks.
         """
         self._control, self._store, self._timeout_s = control, store, timeout_s
-        self._longest_pause_s = max(_LONGEST_PAUSE_S, ranks / _RANKS_PER_S)
+        self._longest_pause_s = max(_LONGEST_PAUSE_S, ranks / POLLS_PER_S)
         self._lent = ExitStack()
         self._of: tuple[GenerationId, SealedStore] | None = None
 

@@ -20,7 +20,7 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout, LayoutRecord, host_identity
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import START_VARIABLE, Arrival, Departure, MembershipRecords, Readiness
-from adaptra_megatron.common.sealed_store import MOST_NBYTES, SealedStore
+from adaptra_megatron.common.sealed_store import MOST_NBYTES
 from adaptra_megatron.common.typed_messages import unpacked
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, UnrecoverableError, is_communication
 from adaptra_megatron.elastic.generation import Generation, refuse_lost_stages
@@ -55,22 +55,6 @@ class RejoiningLateError(RuntimeError):
     def __init__(self, ranks: tuple[int, ...], waited_s: float) -> None:
         self.ranks, self.waited_s = ranks, waited_s
         super().__init__(f"ranks {', '.join(map(str, ranks))}, started again, are {waited_s:.1f} s late")
-
-
-def read_ticket(store: SealedStore, arrival: Arrival, timeout_s: float, check: Callable[[], None]) -> Ticket:
-    """Return the ticket of a rejoining process, once the others have published it.
-
-    Raises UnrecoverableError once `check` raises TimeoutError, after `timeout_s`, and its other errors.
-    """
-    key = f"ticket/{arrival.rank}/{arrival.epoch}"
-    try:
-        ticket: Ticket = unpacked(awaited(lambda: store.peek(key), inf, check), Ticket, MOST_NBYTES)
-    except TimeoutError as cause:
-        raise UnrecoverableError(
-            f"rank {arrival.rank}, started again, has waited {timeout_s:g} s (--adaptra-timeout-s) to be admitted: an "
-            "iteration, an evaluation or a checkpoint of the others takes longer, or they have ended; raise the limit"
-        ) from cause
-    return ticket
 
 
 logger = logger_of(__name__)
@@ -160,11 +144,16 @@ class RejoiningRank:
                 # Until then it waits as long as the job: another host of its cell may be replaced in an hour.
                 whole_s, looked_s = min(whole_s, now_s) if self._cell_is_whole() else inf, now_s
             if now_s - whole_s > self.timeout_s:
-                raise TimeoutError(f"nothing within {self.timeout_s:g} s")
+                raise UnrecoverableError(
+                    f"rank {place.rank}, started again, has waited {self.timeout_s:g} s (--adaptra-timeout-s) to be "
+                    "admitted: an iteration, an evaluation or a checkpoint of the others takes longer, or they have "
+                    "ended; raise the limit"
+                )
             # `awaited` polls every 2 ms, and this process may wait for minutes.
             time.sleep(_LOOKS_S)
 
-        ticket = read_ticket(store, arrival, self.timeout_s, check)
+        key = f"ticket/{arrival.rank}/{arrival.epoch}"
+        ticket: Ticket = unpacked(awaited(lambda: store.peek(key), inf, check), Ticket, MOST_NBYTES)
         # Not the newest: live ranks have moved exactly the arrivals of this one (RecoveryManager._admission_begins).
         membership = self._records.of_epoch(ticket.membership)
         for each in membership.arrived:

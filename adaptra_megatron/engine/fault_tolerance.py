@@ -203,7 +203,8 @@ class Recovery(IterationHooks):
         if number == 0:
             self._timers = call.config.timers or self._timers
             self._running = running_timers(self._timers)
-        stop_timers(self._timers, self._running)
+        else:
+            stop_timers(self._timers, self._running)
         if number == 0 and not call.forward_only:
             # Before whatever a failure can interrupt, so that each later attempt finds the state of this call.
             self._kept.keep()

@@ -362,21 +362,27 @@ def test_a_result_that_differs_by_rank_is_taken_from_no_other(name: str) -> None
     assert not is_communication(lost.value)
 
 
-@pytest.mark.parametrize("backend", ["adaptra", "fake"])
-def test_megatron_sees_a_backend_that_it_knows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist.Backend, "register_backend", lambda *_given, **_keywords: None)
-    for name in ("init_process_group", "new_group"):
-        monkeypatch.setattr(dist, name, getattr(dist, name))
-    monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
-    FaultTolerantGroups().install()
-    assert dist.get_backend() == ("gloo" if backend == "adaptra" else backend)
+@pytest.fixture
+def uninstalled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Puts back after the test what fault-tolerant groups change when they are installed.
 
-
-def test_torchs_watchdog_ends_no_live_rank_whatever_the_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun and `adaptra launch` set 1 in every rank: tear the process down once a peer has failed."""
+    torchrun and `adaptra launch` set the variable to 1 in every rank: tear the process down once a peer has failed.
+    """
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.setattr(dist.Backend, "register_backend", lambda *_given, **_keywords: None)
     for name in ("init_process_group", "new_group", "get_backend"):
         monkeypatch.setattr(dist, name, getattr(dist, name))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("backend", ["adaptra", "fake"])
+def test_megatron_sees_a_backend_that_it_knows(backend: str, uninstalled: pytest.MonkeyPatch) -> None:
+    uninstalled.setattr(dist, "get_backend", lambda group=None: backend)
+    FaultTolerantGroups().install()
+    assert dist.get_backend() == ("gloo" if backend == "adaptra" else backend)
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_torchs_watchdog_ends_no_live_rank_whatever_the_launcher_has_set() -> None:
     FaultTolerantGroups().install()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

@@ -27,6 +27,10 @@ BEAT_S = 0.2
 _BEAT_PER_HOST_S = 1e-3
 START_KEY = "start"
 JOB_KEY = "job"
+KILLED_S = 10.0
+"""Longest time for a killed rank to end; one that waits for a dead disk or device may never. Half of the time for which
+ranks wait for the departure of a stalled one (`fault_tolerance.PATIENCE_S`).
+"""
 DETAILS_NCHARS = 4096
 """Maximum length of a rank's own error text; the rest is cut."""
 # Endings with details, and endings of each rank, that a report keeps: 64 KiB of details at most.

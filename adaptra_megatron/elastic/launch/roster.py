@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from math import inf
 
 from adaptra_megatron.common.membership import Departure, Membership, Readiness, Stalled
-from adaptra_megatron.elastic.launch.launch_messages import HostReport, LaunchOutcome, RankEnding, Silence, Start
-
-_KILLED_S = 10.0
-"""How long a stalled rank may take to end once it is killed. The others wait twice as long before the job ends."""
+from adaptra_megatron.elastic.launch.launch_messages import (
+    KILLED_S,
+    HostReport,
+    LaunchOutcome,
+    RankEnding,
+    Silence,
+    Start,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +233,7 @@ class Roster:
                     yield Departure(rank, epoch, report.host, self.lost[node], time_s)
                 elif ending is None and report.left:
                     yield Departure(rank, epoch, report.host, f"its launcher {report.leaving}", time_s)
-                elif ending is None and stall and now_s - self._stalled_s[rank] > _KILLED_S:
+                elif ending is None and stall and now_s - self._stalled_s[rank] > KILLED_S:
                     why = f"{stall}, was killed, and has not ended yet: see whether its device or the kernel hangs"
                     yield Departure(rank, epoch, report.host, why, time_s)
 

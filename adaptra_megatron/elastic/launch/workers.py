@@ -25,13 +25,11 @@ from adaptra_megatron.common.typed_messages import plain_text
 from adaptra_megatron.elastic.launch import tied_process
 from adaptra_megatron.elastic.launch.endpoint import Endpoint
 from adaptra_megatron.elastic.launch.guard import Guard, kill_group
-from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, RankEnding, Start
+from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, KILLED_S, RankEnding, Start
 
 logger = logger_of(__name__)
 
 POLL_S = 0.05
-KILLED_S = 10.0
-"""How long killed ranks may take to end. One that waits for a dead disk or device may never."""
 _TAIL_LINES = 20
 _MOST_ERROR_NBYTES = 1 << 20
 """Maximum size of a file of torch's `record` that is read."""

@@ -119,25 +119,26 @@ def test_an_iteration_that_is_interrupted_before_its_first_action_is_redone_from
 def test_a_rank_whose_device_fails_ends_alone(fault: str, peace: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     """In a call, and between two."""
     results = run(tmp_path, fork_server, [STRUCK_RANKS, fault], deaths=())
-    failed = results[4]
+    check_ends_alone(results, 4, "AcceleratorError: CUDA error: uncorrectable ECC error", peace, tmp_path)
+
+
+def check_ends_alone(results: list[RankResult], rank: int, why: str, peace: Path, directory: Path) -> None:
+    """A rank must have ended with that error of its device, and the others as without it."""
+    failed = results[rank]
     assert failed.returncode == 1
-    assert "AcceleratorError: CUDA error: uncorrectable ECC error" in failed.output
+    assert why in failed.output
     assert "the device of this rank has failed or hangs, so it ends" in failed.output
     # For the others a death like any other.
     dead = [replace(result, returncode=KILLED) if result is failed else result for result in results]
-    assert not problems(LAYOUT, peace, tmp_path, dead)
+    assert not problems(LAYOUT, peace, directory, dead)
 
 
 @pytest.mark.timeout(150)
 def test_a_rank_whose_operation_does_not_end_ends_alone(peace: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     """Before the others, which wait for it in the store, have waited for the timeout."""
     results = run(tmp_path, fork_server, [STRUCK_RANKS, "stuck:4"], "--adaptra-timeout-s 8")
-    stuck = results[4]
-    assert stuck.returncode == 1
-    assert "an all-reduce over a GPU that hangs has not ended 4.0 s after" in stuck.output
-    assert "the device of this rank has failed or hangs, so it ends" in stuck.output
-    dead = [replace(result, returncode=KILLED) if result is stuck else result for result in results]
-    assert not problems(LAYOUT, peace, tmp_path, dead)
+    why = "an all-reduce over a GPU that hangs has not ended 4.0 s after"
+    check_ends_alone(results, 4, why, peace, tmp_path)
 
 
 @pytest.mark.timeout(150)
