@@ -273,6 +273,12 @@ RECOVERY = (
     ),
     Refusal("--check-weight-hash-across-dp-replicas-interval", _checks_hashes, _ASKED),
     Refusal("--log-straggler", setting("log_straggler"), _ASKED),
+    Refusal(
+        "--sft with --eval-iters other than 0",
+        lambda settings: getattr(settings, "sft", False) and getattr(settings, "eval_iters", 0) != 0,
+        "Megatron divides the sum of the replicas' validation losses by their number at the start, also where some "
+        "have failed; give --eval-iters 0",
+    ),
     Refusal("--full-validation", setting("full_validation"), "rank 0 says how long it lasts, and may have failed"),
 )
 """Features that --adaptra-reroute failures does not support."""

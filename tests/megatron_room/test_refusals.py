@@ -429,6 +429,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         "--check-weight-hash-across-dp-replicas-interval",
     ),
     "times of all": ({"log_straggler": True}, "--log-straggler"),
+    "losses per replica": ({"sft": True, "eval_iters": 100}, "--sft with --eval-iters"),
     "evaluations of all": ({"full_validation": True}, "--full-validation"),
 }
 """Settings with which an attempt cannot be redone, or something fails with a rank."""

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import socket
 import time
 import traceback
@@ -19,6 +18,7 @@ from typing import Any
 from adaptra_megatron.common.handshake import receive_descriptor
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.ports import allow_connections
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.deciders.decision_engine import DecisionEngine
@@ -65,8 +65,6 @@ from adaptra_megatron.transport._ring import die_with_parent
 logger = logger_of(__name__)
 
 _NO_STAMP = Stamp(run="", rank=0, sequence=0, iteration=0, wall_s=0.0, monotonic_s=0.0)
-_OTHER_FILES = 32
-"""Descriptors besides those of its ranks: its own files, and connections before their handshake."""
 
 
 class Notes(logging.Handler):
@@ -100,18 +98,6 @@ class Notes(logging.Handler):
         logger.setLevel(level)
         logger.addHandler(self)
         logger.propagate = False
-
-
-def allow_connections(count: int, what: str) -> None:
-    """Raise this process's limit of open files to the maximum; warn if `count` connections exceed it. `what`: the
-    process, as text."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if most < count + _OTHER_FILES:
-        logger.warning(
-            "%d ranks connect to this %s, which may open %d files: raise the hard limit (ulimit -Hn)",
-            *(count, what, most),
-        )
 
 
 def serve(arguments: list[str], work: Callable[[socket.socket, socket.socket], Awaitable[None]]) -> None:

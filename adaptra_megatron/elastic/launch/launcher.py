@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, launch_store
+from adaptra_megatron.common.ports import allow_connections
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.elastic.launch.endpoint import NO_REJOINING, Endpoint, take_seat
 from adaptra_megatron.elastic.launch.launch_arguments import LaunchSettings
@@ -42,6 +43,9 @@ from adaptra_megatron.elastic.launch.roster import Policy, Roster
 from adaptra_megatron.elastic.launch.workers import POLL_S, Workers
 
 logger = logger_of(__name__)
+
+_CONNECTIONS = 16
+"""Connections of a rank to the job's store: its own ones, and one for each process group."""
 
 
 class Coordinator:
@@ -95,6 +99,7 @@ class Coordinator:
             self._records.publish(roster.membership)
             _log(roster.membership)
             if roster.start is not None and before is None:
+                allow_connections(roster.start.world_size, "job's store", _CONNECTIONS)
                 # After epoch 0 of the membership, which every rank reads when it starts.
                 write(self._store, START_KEY, roster.start)
         # Also without news: launchers measure this coordinator's silence by its beat.
@@ -293,7 +298,8 @@ class Launcher:
         self._restarts: list[Restarts] = []
         """Restarts by local rank, once ranks run."""
         self._report = HostReport(socket.gethostname(), settings.config.nproc_per_node)
-        self._silence = Silence(time.monotonic())
+        self._begun_s = time.monotonic()
+        self._silence = Silence(self._begun_s)
         self._link: LauncherLink
 
     def run(self) -> LauncherVerdict:
@@ -418,12 +424,21 @@ class Launcher:
             return LauncherVerdict(
                 1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error
             )
-        # Still without a seat: `take_seat` gives up after the join timeout.
+        policy = self._settings.policy
         if view.node_rank is None:
-            return None
+            # `take_seat` gives up before, but for a store that does not answer: torch's client then waits for ever.
+            waited_s = time.monotonic() - self._begun_s
+            if waited_s <= 2 * (policy.join_timeout_s + policy.heartbeat_timeout_s):
+                return None
+            return LauncherVerdict(
+                1,
+                f"the job's store at {self._settings.endpoint} accepts connections, but has not answered for "
+                f"{waited_s:.0f} s: see whether the launcher of node rank 0 or its host stalled, and that no other "
+                "program listens there",
+            )
         # Also before the first state: a coordinator that never writes one is as silent.
         silent_s = self._silence.observe(view.state and view.state.beat, time.monotonic())
-        timeout_s = self._settings.policy.heartbeat_timeout_s
+        timeout_s = policy.heartbeat_timeout_s
         if silent_s > timeout_s:
             return LauncherVerdict(1, self._without_coordinator(f"it has been silent for {silent_s:.1f} s"))
         if view.state is None:

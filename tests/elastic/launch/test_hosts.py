@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -184,6 +185,16 @@ def test_a_port_that_is_taken_is_said(launches: Launches) -> None:
     assert f"cannot be served at 127.0.0.1:{port}: another process listens there" in second.output
     (launches.directory / "go-on").touch()
     assert first.wait() == 0
+
+
+def test_a_store_that_accepts_and_does_not_answer_is_given_up(launches: Launches) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        patience = ("--heartbeat-timeout", TIMEOUT_S, "--rdzv-conf", "timeout=1")
+        where = ("--nnodes", 2, "--master-port", port, "--node-rank", 1)
+        launched = launches.launch(*where, *patience, launches.script(WAITING))
+        assert launched.wait() == 1
+    assert f"store at 127.0.0.1:{port} accepts connections, but has not answered for 8 s" in launched.output
 
 
 @pytest.fixture

@@ -283,3 +283,27 @@ def test_ranks_meet_in_the_launchers_store(launches: Launches) -> None:
     launched = launches.launch("--nproc-per-node", 2, script)
     assert launched.wait(60.0) == 0, launched.output
     assert {launches.until(f"total-{rank}", launched) for rank in range(2)} == {"3.0"}
+
+
+def test_the_store_accepts_more_connections_than_open_files_are_usual(launches: Launches) -> None:
+    limited = launches.directory / "limited.py"
+    limited.write_text(
+        "import resource, runpy\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "runpy.run_module('adaptra_megatron.tools.cli', run_name='__main__', alter_sys=True)\n"
+    )
+    script = launches.script(
+        """
+        import resource
+        from datetime import timedelta
+        from torch.distributed import TCPStore
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        stores = [TCPStore(*where, is_master=False, timeout=timedelta(seconds=5)) for _ in range(200)]
+        for store in stores:
+            store.set("key", "value")
+        """
+    )
+    launched = launches.launch(script, before=str(limited))
+    assert launched.wait() == 0, launched.output
