@@ -30,6 +30,7 @@ from adaptra_megatron.engine.iteration_hooks import EngineFeature, Inputs, Itera
 from adaptra_megatron.engine.iteration_work import Work
 from adaptra_megatron.engine.routed_inputs import RoutableInputs, receives_wait
 from adaptra_megatron.megatron.compat import average_group
+from adaptra_megatron.megatron.feature_refusals import refuse_for_rerouting
 from adaptra_megatron.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
@@ -262,11 +263,13 @@ class Rerouting(IterationHooks):
         if not self._routes(call):
             return inputs
         if self._inputs is None:
+            refuse_for_rerouting(call.config)  # trainers without Megatron's arguments
             layout, control = self._job.layout, self._job.control
             self._inputs = RoutableInputs(
                 *(call, control, layout, self._job.timeout_s),
                 swap=self._swap,
                 joins=self.pipeline.rejoins,
+                fails=self._evaluates,
                 check=lambda: self._check(),
             )
             self._pinned = _pinned(self._inputs, call)

@@ -241,19 +241,16 @@ def _unpacked(row: torch.Tensor, like: Reports) -> dict[str, Any]:
     }
 
 
-def layers_with_a_first(chunk: torch.nn.Module) -> list[Any]:
-    """Return the layers of Transformer Engine that treat a first micro-batch differently."""
-    return [layer for layer in chunk.modules() if hasattr(layer, "is_first_microbatch")]
+def set_cast_anew(call: PipelineCall, routed: bool) -> None:
+    """Have Transformer Engine cast weights anew in each forward, recomputed ones, too, and add all weight gradients.
 
-
-def add_all_gradients(layers: Sequence[Any]) -> None:
-    """Let Transformer Engine add the weight gradients of the next forward of `layers`, whichever is computed first.
-
-    Those of a first micro-batch overwrite main_grad (linear.py, accumulate_wgrad_into_param_main_grad). If it is not
-    known whether a micro-batch is the first, they are added, and weights are cast anew.
+    Else it uses the weights that a first micro-batch has cast, those of an earlier iteration where none is the first,
+    and the gradients of a first one overwrite main_grad (linear.py, accumulate_wgrad_into_param_main_grad), even if
+    others were added before. `routed`: False restores Megatron's configuration.
     """
-    for layer in layers:
-        layer.is_first_microbatch = None
+    for layer in (layer for chunk in call.model_chunks for layer in chunk.modules()):
+        if hasattr(layer, "is_first_microbatch"):
+            layer.disable_parameter_transpose_cache = routed or call.config.disable_parameter_transpose_cache
 
 
 class RoutableInputs:
@@ -268,14 +265,15 @@ class RoutableInputs:
         *,
         swap: bool = True,
         joins: bool = False,
+        fails: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """All ranks of the job construct this with their first training iteration.
 
         `swap`: whether whole micro-batches are swapped between replicas if their lengths are known. `joins`: whether
-        this process is rejoining. `check`: raises once a rank has failed. Raises UnsupportedFeatureError if replicas
-        cannot compute each other's micro-batches, or ranks disagree on lengths; RuntimeError if replica 0 does not come
-        in time.
+        this process is rejoining. `fails`: whether ranks may fail. `check`: raises once one has. Raises
+        UnsupportedFeatureError if replicas cannot compute each other's micro-batches, or ranks disagree on lengths;
+        RuntimeError if replica 0 does not come in time.
         """
         self._peers = data_parallel_group(call.groups)
         ranks = dist.get_process_group_ranks(self._peers)
@@ -290,7 +288,8 @@ class RoutableInputs:
         """Entries for training (False), and for the latest evaluation's iterators (True)."""
         self._feeds = self._feeds_of(call)
         self._random: MicroBatchRandom | None = None
-        if any(draw.is_on(call.config) for draw in DRAWS):
+        # An attempt that a failure interrupts leaves lanes at different draws, also those of a script's own layers.
+        if fails or any(draw.is_on(call.config) for draw in DRAWS):
             self._random = MicroBatchRandom.agreed(control, layout, timeout_s, says=replica == 0 and not joins)
         self._iteration, self._routed, self._micro_batches = 0, False, call.micro_batches
         self._reported: tuple[int, ...] = (self._stand_ins[replica],)
@@ -338,9 +337,9 @@ class RoutableInputs:
         """
         repeated = not call.forward_only and repeats_iteration()
         self._iteration = self._iteration if repeated else iteration
+        if routed != self._routed:
+            set_cast_anew(call, routed)
         self._routed, self._micro_batches = routed, call.micro_batches
-        self._layers = [layers_with_a_first(chunk) for chunk in call.model_chunks] if routed else []
-        """By chunk."""
         self._last_place = call.last_place
         self._losses_of.clear()
         self._feeds = self._feeds_of(call)
@@ -372,9 +371,8 @@ class RoutableInputs:
             self._losses_of.append(home)
         if (feed := self._feeds[chunk]) is not None:
             feed.select(home)
-        if self._routed:
-            add_all_gradients(self._layers[chunk])
-        return Input(feed, home.number, self._routed)
+        # The place, not the home's number: Transformer Engine's CUDA graphs are replayed in the order of their capture.
+        return Input(feed, micro_batch % self._micro_batches, self._routed)
 
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
         """Return the losses for the training script, from the `losses` computed here and elsewhere.

@@ -200,10 +200,27 @@ REROUTING = (
         "--context-parallel-size, for each stage, and no global_aux_loss in --moe-router-load-balancing-type",
     ),
     Refusal(
-        "--fp8-recipe delayed without --tp-only-amax-red",
-        lambda settings: _keeps_scales(settings) and not getattr(settings, "tp_only_amax_red", False),
-        "all replicas of a stage meet in each forward and backward for the largest values of their tensors, so none of "
-        "them can compute another's micro-batch; other recipes have no such reduction",
+        "--fp8-recipe delayed",
+        _keeps_scales,
+        "scales follow from the micro-batches that a cell has computed before, in their order, and all replicas of a "
+        "stage may meet for them in each forward and backward; other recipes have no such state",
+    ),
+    Refusal(
+        "--defer-embedding-wgrad-compute",
+        setting("defer_embedding_wgrad_compute"),
+        "Megatron pairs the output layer's activations and gradients by their order, and routed forwards and backwards "
+        "have orders of their own",
+    ),
+    Refusal(
+        "--moe-enable-routing-replay",
+        setting("moe_enable_routing_replay"),
+        "routers replay what was recorded in the order of forwards, and routed backwards have an order of their own",
+    ),
+    Refusal(
+        "--fim-data",
+        setting("fim_data"),
+        "a sample depends on those that its process has read before, so inputs and labels that two cells read of one "
+        "micro-batch would differ",
     ),
     Refusal(
         "--iterations-to-skip, --result-rejected-tracker-filename",
@@ -256,19 +273,14 @@ RECOVERY = (
         "a rank that fails takes its shard of the parameters with it",
     ),
     Refusal(
-        "--fp8-recipe delayed with --tp-only-amax-red",
-        lambda settings: _keeps_scales(settings) and getattr(settings, "tp_only_amax_red", False),
-        "the history of scales of an attempt that is redone would stay; other recipes keep none",
-    ),
-    Refusal(
         "--overlap-param-gather with --fp16 or --loss-scale",
         lambda settings: _scales_losses(settings) and getattr(settings, "overlap_param_gather", False),
         "a rank that rejoins gathers no parameters in forwards, as the others do, until it has made a step, and one "
         "that overflows is skipped; use --bf16",
     ),
     Refusal(
-        "--fp8-param-gather",
-        either("fp8_param_gather", "fp8_param"),
+        "--fp8-param-gather, --fp4-param-gather",
+        either("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param"),
         "the scale of a parameter follows from its largest value, which may be in the shard of a rank that has failed",
     ),
     Refusal("--check-weight-hash-across-dp-replicas-interval", _checks_hashes, _ASKED),
@@ -282,6 +294,13 @@ RECOVERY = (
     Refusal("--full-validation", setting("full_validation"), "rank 0 says how long it lasts, and may have failed"),
 )
 """Features that --adaptra-reroute failures does not support."""
+
+
+def refuse_for_rerouting(config: Any) -> None:
+    """Raise UnsupportedFeatureError for the first feature in Megatron's `config` with which no cell can compute
+    another's micro-batches.
+    """
+    _raise_first(_met(REROUTING, "--adaptra-reroute", config))
 
 
 def refuse_for_recovery(reroute: str, *settings: Any) -> None:

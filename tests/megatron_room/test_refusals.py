@@ -28,6 +28,7 @@ from adaptra_megatron.megatron.feature_refusals import (
     errors_of_flags,
     refuse_arguments,
     refuse_for_recovery,
+    refuse_for_rerouting,
     refuse_for_staggering,
     refuse_for_sync_mode,
     refuse_to_split,
@@ -419,9 +420,9 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "accumulation": ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
     "config's accumulation": ({"reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
     "fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-    "delayed": ({"fp8": "hybrid", "tp_only_amax_red": True}, "--fp8-recipe delayed with --tp-only-amax-red"),
     "parameters": ({"fp8_param_gather": True}, "--fp8-param-gather"),
     "config's parameters": ({"fp8_param": True}, "--fp8-param-gather"),
+    "parameters of 4 bits": ({"fp4_param": True}, "--fp4-param-gather"),
     "overflows": ({"fp16": True, "overlap_param_gather": True}, "--overlap-param-gather with --fp16"),
     "scaled": ({"loss_scale": 1024.0, "overlap_param_gather": True}, "--overlap-param-gather with --fp16"),
     "hashes": (
@@ -482,21 +483,34 @@ def test_experts_that_span_all_replicas_are_not_rerouted(reroute: str) -> None:
         refuse_arguments(SimpleNamespace(**common | each))
 
 
-@pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
-def test_replicas_that_share_the_largest_values_are_not_rerouted(reroute: str) -> None:
-    job = SimpleNamespace(fp8="hybrid", adaptra_reroute=reroute, pipeline_model_parallel_size=2)
-    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*--fp8-recipe delayed without"):
-        refuse_arguments(job)
-    job.fp8_recipe = "tensorwise"
-    refuse_arguments(job)
+NOT_ROUTED: dict[str, tuple[dict[str, Any], str]] = {
+    "scales of all": ({"fp8": "hybrid"}, "--fp8-recipe delayed"),
+    "scales of a stage": ({"fp8": "hybrid", "tp_only_amax_red": True}, "--fp8-recipe delayed"),
+    "largest logit": ({"qk_clip": True}, "--qk-clip"),
+    "logged logit": ({"log_max_attention_logit": True}, "--qk-clip, --log-max-attention-logit"),
+    "activations by order": ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+    "experts by order": ({"moe_enable_routing_replay": True}, "--moe-enable-routing-replay"),
+}
+"""Settings with which no cell computes another's micro-batches."""
 
 
 @pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
-@pytest.mark.parametrize("asked", ["qk_clip", "log_max_attention_logit"])
-def test_the_largest_logit_of_all_replicas_is_not_asked_for(reroute: str, asked: str) -> None:
-    job = SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **{asked: True})
-    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*--qk-clip"):
-        refuse_arguments(job)
+@pytest.mark.parametrize("name", NOT_ROUTED)
+def test_what_meets_or_goes_by_the_order_of_forwards_is_not_rerouted(reroute: str, name: str) -> None:
+    settings, flag = NOT_ROUTED[name]
+    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*{flag}"):
+        refuse_arguments(SimpleNamespace(**settings, adaptra_reroute=reroute, pipeline_model_parallel_size=2))
+    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute does not run with .*{flag}"):
+        refuse_for_rerouting(SimpleNamespace(**settings))
+
+
+def test_other_recipes_and_data_are_rerouted() -> None:
+    refuse_for_rerouting(SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise"))
+    given = SimpleNamespace(adaptra_reroute="all", pipeline_model_parallel_size=2, fim_data=False)
+    refuse_arguments(given)
+    given.fim_data = True
+    with pytest.raises(UnsupportedFeatureError, match="--fim-data"):
+        refuse_arguments(given)
 
 
 @pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])

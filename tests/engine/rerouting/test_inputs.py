@@ -44,7 +44,7 @@ def data(replica: int, length: Any = length) -> RoutableMicroBatches:
 
 def call(iterator: Any, *, message_shape: Any = (1, 1, 1), dropout: float = 0.0) -> Any:
     chunk = torch.nn.Linear(1, 1)
-    chunk.is_first_microbatch = False  # type: ignore[assignment]
+    chunk.is_first_microbatch = chunk.disable_parameter_transpose_cache = False  # type: ignore[assignment]
     return SimpleNamespace(
         data_iterators=[iterator],
         model_chunks=[chunk],
@@ -52,7 +52,7 @@ def call(iterator: Any, *, message_shape: Any = (1, 1, 1), dropout: float = 0.0)
         message_shape=message_shape,
         micro_batches=MICRO_BATCHES,
         forward_only=False,
-        config=SimpleNamespace(hidden_dropout=dropout),
+        config=SimpleNamespace(hidden_dropout=dropout, disable_parameter_transpose_cache=False),
         last_place=Place(1, 0),
         stages=2,
     )
@@ -81,6 +81,21 @@ def cell_inputs(
         return RoutableInputs(made, control, job, keywords.pop("timeout_s", TIMEOUT_S), **keywords)
 
 
+def test_draws_follow_from_the_micro_batch_where_ranks_may_fail(
+    control: ControlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model whose configuration shows none: a failure interrupts tensor-parallel ranks at different ones."""
+    drawn: list[tuple[int, ...]] = []
+    random = SimpleNamespace(begin=lambda *what: drawn.append(what))
+    monkeypatch.setattr(MicroBatchRandom, "agreed", lambda *_, **__: random)
+    for fails in (False, True):
+        made = call(data(0))
+        inputs = cell_inputs(control, 0, made, swap=False, joins=True, fails=fails)
+        inputs.begin(made, 5, routed=False)
+        inputs(0, 1)
+    assert drawn == [(5, 0, 1, 0)]
+
+
 @pytest.mark.parametrize("routed", [False, True])
 def test_swapped_micro_batches_are_what_they_are_at_home(
     routed: bool, control: ControlStore, monkeypatch: pytest.MonkeyPatch
@@ -101,10 +116,10 @@ def test_swapped_micro_batches_are_what_they_are_at_home(
                 given = cell(0, replica * MICRO_BATCHES + number if routed else number)
                 assert given.iterator is not None
                 assert given.routed is routed
-                assert made.model_chunks[0].is_first_microbatch is (None if routed else False)
+                assert given.number == number, "CUDA graphs are replayed in the order that they were captured in"
+                assert made.model_chunks[0].disable_parameter_transpose_cache is routed
                 home, place = next(given.iterator)
-                assert (place - iteration * MICRO_BATCHES) == given.number
-                assert drawn[-1] == (iteration, home, given.number, 0)
+                assert drawn[-1] == (iteration, home, place - iteration * MICRO_BATCHES, 0)
                 computed[-1].append((home, place))
             assert cell.end([], losses_moved=False) == []
             cell.ended()
