@@ -88,6 +88,10 @@ def _progress(**counted: Any) -> Mapping[str, Any]:
     return {"iteration": args.curr_iteration, **counters, **counted}
 
 
+_LOADED: Mapping[str, Any] = {"load": None, "pretrained_checkpoint": None, "moe_use_upcycling": False}
+"""Arguments with which Megatron begins from no checkpoint."""
+
+
 def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     @functools.wraps(stock)
     def setup_model_and_optimizer(*given: Any, **keywords: Any) -> Any:
@@ -96,13 +100,21 @@ def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
         from adaptra_megatron.engine.fault_tolerance import FaultTolerance
         from adaptra_megatron.engine.rejoining import Training, settings_of
 
+        feature, args = runtime.feature(FaultTolerance), get_args()
         # Before stock runs, which may change arguments.
-        settings = settings_of(get_args())
-        made = stock(*given, **keywords)
+        settings = settings_of(args)
+        # A rejoining process receives all state. It could load no checkpoint, for which all ranks have to meet.
+        rejoins = feature.groups.place is not None
+        loaded = {name: getattr(args, name) for name in _LOADED if rejoins and hasattr(args, name)}
+        vars(args).update({name: _LOADED[name] for name in loaded})
+        try:
+            made = stock(*given, **keywords)
+        finally:
+            vars(args).update(loaded)
         model, optimizer, scheduler = made
         # Evaluation jobs have no optimizer; they cannot be rejoined.
         training = None if optimizer is None else Training(model, optimizer, scheduler, _progress, settings)
-        runtime.feature(FaultTolerance).training = training
+        feature.training = training
         return made
 
     return setup_model_and_optimizer
@@ -169,6 +181,38 @@ def _logged(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[...,
         return stock(*given, **keywords)
 
     return training_log
+
+
+def _shown(stock: Callable[..., bool], runtime: AdaptraRuntime) -> Callable[..., bool]:
+    from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+    groups = runtime.feature(FaultTolerance).groups
+
+    @functools.wraps(stock)
+    def is_last_rank() -> bool:
+        shows = groups.last_live
+        return stock() if shows is None else groups.rank == shows
+
+    return is_last_rank
+
+
+def _random_states(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+    groups, asked = runtime.feature(FaultTolerance).groups, dict[str, bool]()
+
+    @functools.wraps(stock)
+    def get_rng_state(*given: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        args = get_args()
+        left_out = asked.setdefault("no_save_rng", args.no_save_rng)
+        # Each replica has its own then. A checkpoint with those of the live ones could not be read by all.
+        own = args.data_parallel_random_init or getattr(args, "expert_model_parallel_size", 1) > 1
+        args.no_save_rng = left_out or (own and not groups.is_whole)  # also saved: loading goes by it
+        return stock(*given, **keywords)
+
+    return get_rng_state
 
 
 def _built_before(provider: Callable[..., Any], chunks: int) -> Mapping[str, Any]:
@@ -249,6 +293,22 @@ FAULT_TOLERANCE_PATCHES = (
         parameters=("iteration",),
         reason="all ranks meet to log a process's first iteration, which of a restarted rank is no other's",
         replace=_logged,
+    ),
+    Patch(
+        identity="last-rank",
+        target="megatron.training.utils:is_last_rank",
+        versions=SUPPORTED,
+        parameters=(),
+        reason="the last rank prints losses: while it has failed, the last live one of its stage does",
+        replace=_shown,
+    ),
+    Patch(
+        identity="random-states",
+        target="megatron.training.checkpointing:get_rng_state",
+        versions=SUPPORTED,
+        parameters=(),
+        reason="a checkpoint of fewer replicas has no random states of each: a restarted job has more",
+        replace=_random_states,
     ),
     Patch(
         identity="operations",

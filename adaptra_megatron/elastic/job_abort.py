@@ -9,11 +9,13 @@ A rank whose own device has failed ends alone (`end_rank`).
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
 import select
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -159,6 +161,18 @@ def end_rank(name: str, error: BaseException, *, printed: bool) -> NoReturn:
     text = "%s: the device of this rank has failed or hangs, so it ends, and the other ranks go on without it"
     logger.error(text, name, exc_info=None if printed else error)
     logging.shutdown()
+    _flush()
+    os._exit(1)
+
+
+def end_after_error() -> NoReturn:
+    """End this process with status 1, as Python does after an uncaught error, but without the teardown of modules.
+
+    A daemon thread may be inside torch meanwhile: in a request to the store, or making a group. As it comes back during
+    a teardown, CPython ends it within a destructor (pybind11's gil_scoped_release), and that aborts the process.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     _flush()
     os._exit(1)
 

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +45,7 @@ from adaptra_megatron.elastic.failure_errors import (
 )
 from adaptra_megatron.elastic.fence import FENCE_S, Fence, FencedGroup, GlooSockets, KeptResults, connected_group
 from adaptra_megatron.elastic.generation import FIRST, Generation
+from adaptra_megatron.elastic.job_abort import end_after_error
 from adaptra_megatron.elastic.process_group import CallbackWork, CompletedWork, FaultTolerantGroup, Launch, Pending
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
@@ -127,6 +130,8 @@ class FaultTolerantGroups:
         """Gathers all parameters from the optimizer's shards."""
         self.before_leaving: list[Callable[[], None]] = []
         """Called by `leave` before it ends operations: they drop what holds communicators."""
+        self.when_uncaught: list[Callable[[BaseException], None]] = []
+        """Called with an error that nothing has caught, once Python has printed it."""
         self.ignores_failed = False
         """See `ignoring_failed_members`."""
         self._groups: list[FaultTolerantGroup] = []
@@ -174,6 +179,17 @@ class FaultTolerantGroups:
             return ("nccl" if torch.cuda.is_available() else "gloo") if found == _NAME else found
 
         dist.get_backend = get_backend
+        hooked = sys.excepthook
+
+        def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            # Python's own report first: peers may end this job as soon as they see the notice.
+            hooked(kind, error, trace)
+            for each in self.when_uncaught:
+                each(error)
+            if isinstance(error, Exception) and sys._getframe().f_back is None:  # called as Python ends, not by a hook
+                end_after_error()
+
+        sys.excepthook = uncaught
 
     def _replace(self, name: str) -> None:
         original = getattr(dist, name)
@@ -212,6 +228,20 @@ class FaultTolerantGroups:
     def is_inside(self) -> bool:
         """Return whether a call of Megatron's schedules is running."""
         return self._inside
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether no rank has failed, or all have rejoined."""
+        return not self._groups or self._groups[0].members == tuple(self._groups[0].ranks)
+
+    @property
+    def last_live(self) -> int | None:
+        """The highest live rank of the last rank's stage; None before ranks may fail."""
+        if self._layout is None:
+            return None
+        workers, live = self._layout.workers, self._groups[0].members
+        stage = workers[max(workers)].cell.stage
+        return max((rank for rank in live if workers[rank].cell.stage == stage), default=None)
 
     @property
     def device(self) -> torch.device:

@@ -25,7 +25,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
 from typing import TypeVar
 
 from adaptra_megatron.common.child_process import OwningProcess
@@ -176,7 +175,8 @@ class RecoveryManager:
         )
         # The others wait for this rank for the timeout. Before, they must see it end, where an operation does not.
         groups.fence_s = min(FENCE_S, timeout_s / 2)
-        self._hooked, sys.excepthook = sys.excepthook, self._uncaught
+        self._uncaught = functools.partial(self.end_with, printed=True)
+        groups.when_uncaught.append(self._uncaught)
         present = self._control.in_generation(self.generation.id)
         self._detector.enter(functools.partial(groups.begin, layout, present, self._go_on))
         if joined is not None:
@@ -252,8 +252,8 @@ class RecoveryManager:
         fails = self._rank.phase is not Phase.BETWEEN or isinstance(sys.exc_info()[1], Exception)
         if well and self._rank.call and not fails:
             publish_finished(self._store)
-        if sys.excepthook == self._uncaught:
-            sys.excepthook = self._hooked
+        if self._uncaught in self._groups.when_uncaught:
+            self._groups.when_uncaught.remove(self._uncaught)
         self._detector.close()
 
     def end_with(self, error: BaseException, *, printed: bool = False) -> None:
@@ -591,12 +591,6 @@ class RecoveryManager:
 
     def _check_abort(self) -> None:
         check_abort(self._store, self._layout.name(self._layout.rank))
-
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Publish an uncaught exception, as `sys.excepthook`: it is this rank's own error."""
-        # Python's own report first: peers may end this job as soon as they see the notice.
-        self._hooked(kind, error, trace)
-        self.end_with(error, printed=True)
 
     def _interrupt(self) -> None:
         """End the waits of the training thread, in any thread."""

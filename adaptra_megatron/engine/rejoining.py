@@ -56,16 +56,22 @@ _PROMPT_S, _MEETING_S = 0.02, 0.5
 """Time within which no message is late, however small, and no rank that has to meet another."""
 _SETTINGS = (
     *("seed", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
-    *("lr_warmup_samples", "lr_warmup_fraction", "optimizer", "weight_decay", "start_weight_decay", "end_weight_decay"),
+    *("lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
+    *("lr_wsd_decay_samples", "decoupled_lr", "decoupled_min_lr", "loss_scale", "initial_loss_scale"),
+    *("optimizer", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad", "use_distributed_optimizer"),
     *("num_distributed_optimizer_instances", "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype"),
     *("exp_avg_dtype", "exp_avg_sq_dtype"),
     *("micro_batch_size", "global_batch_size", "rampup_batch_size", "seq_length", "train_iters", "train_samples"),
     *("num_layers", "hidden_size", "num_attention_heads", "hidden_dropout", "attention_dropout", "fp16", "bf16"),
+    *("norm_epsilon", "rotary_base", "rotary_percent", "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_router_topk", "moe_router_load_balancing_type", "moe_router_score_function", "moe_router_bias_update_rate"),
     *("calculate_per_token_loss", "untie_embeddings_and_output_weights", "sequence_parallel", "data_path", "split"),
+    *("train_data_path", "data_args_path", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
+    *("eval_interval", "eval_iters", "save_interval", "exit_interval", "log_interval"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
 )
-"""Names of Megatron's arguments that affect the numbers and stay constant during training."""
+"""Names of Megatron's arguments that affect the numbers, or when all ranks meet, and stay constant during training."""
 
 
 class HandOverLateError(RejoiningLateError):
@@ -297,25 +303,29 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
             receive_optimizer(receiver, inner, [each for group in inner.param_groups for each in group["params"]])
     schedule = said["schedule"]
     if training.scheduler is not None:
-        training.scheduler.num_steps = schedule["scheduler"]
+        # All of it: with --use-checkpoint-opt-param-scheduler the others have theirs from a checkpoint.
+        vars(training.scheduler).update(schedule["scheduler"])
         training.scheduler.step(0)
     for scaler, state in zip(_scalers(training), schedule["scalers"], strict=True):
         scaler.load_state_dict(state)
-    # A scheduler with other settings computes another rate from the same number of steps.
+    # Rates follow from the scheduler, and from settings of this process.
     if _schedule(training) != schedule:
         raise StateError(f"this process has {_schedule(training)} after it has received {schedule}")
     return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
 
 
 def _schedule(training: Training) -> dict[str, Any]:
-    """Return the state of the learning-rate schedule and of loss scales.
+    """Return the state of the learning-rate schedule, the rates that follow from it, and loss scales.
 
     Scales are on the CPU: they are loaded onto the device of the rank that sends them, and differ between devices.
     """
-    scheduler = None if training.scheduler is None else training.scheduler.num_steps
+    scheduler = None if training.scheduler is None else training.scheduler.state_dict()
+    groups = [group for optimizer in training.optimizers for group in optimizer.optimizer.param_groups]
+    rates = [[float(group[name]) for name in ("lr", "weight_decay") if name in group] for group in groups]
+    scales = [float(optimizer.get_loss_scale()) for optimizer in training.optimizers]
     states = [scaler.state_dict().items() for scaler in _scalers(training)]
     scalers = [{name: each.cpu() if torch.is_tensor(each) else each for name, each in state} for state in states]
-    return {"scheduler": scheduler, "scalers": scalers}
+    return {"scheduler": scheduler, "scalers": scalers, "rates": rates, "scales": scales}
 
 
 def _scalers(training: Training) -> list[Any]:

@@ -94,7 +94,8 @@ class MicroBatchFeed(Iterator[Any]):
         """
         self.own = own
         if repeated:
-            self._taken = self._taken_before
+            if not self._read:  # else the repetition is attempted again, and `own` goes on
+                self._taken = self._taken_before
         elif self._next > self._first:  # else it is attempted again
             self._first, self._taken_before = self._next, self._taken
 
@@ -248,7 +249,8 @@ def set_cast_anew(call: PipelineCall, routed: bool) -> None:
     and the gradients of a first one overwrite main_grad (linear.py, accumulate_wgrad_into_param_main_grad), even if
     others were added before. `routed`: False restores Megatron's configuration.
     """
-    for layer in (layer for chunk in call.model_chunks for layer in chunk.modules()):
+    layers: Iterator[Any] = (layer for chunk in call.model_chunks for layer in chunk.modules())
+    for layer in layers:
         if hasattr(layer, "is_first_microbatch"):
             layer.disable_parameter_transpose_cache = routed or call.config.disable_parameter_transpose_cache
 

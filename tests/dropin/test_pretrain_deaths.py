@@ -24,6 +24,8 @@ OVERLAPPED = ("--use-distributed-optimizer", "--overlap-param-gather", "--overla
 OURS = ("--adaptra", "--adaptra-reroute", "failures")
 SELDOM = ("--log-interval", "100", "--exit-signal-handler", "--distributed-timeout-seconds-after-init", "120")
 """Stock logs a process's first iteration whatever the interval, and sets timeouts after it: all ranks meet for both."""
+LOADING = ("--save-interval", "1", "--use-checkpoint-opt-param-scheduler")
+"""With --save and --load, as most jobs: the job begins from nothing, and a process that is started again finds more."""
 
 
 @pytest.mark.parametrize("dying", [0, 3])
@@ -45,11 +47,12 @@ def test_the_numbers_are_those_of_stock_up_to_rounding(dying: int, tmp_path: Pat
     assert [result.returncode for result in results] == [KILLED if rank == dying else 0 for rank in range(RANKS)]
     for rank in set(range(RANKS)) - {dying}:
         check_near(dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank))
+    assert f" iteration {ITERATIONS:8}/" in results[2 if dying == 3 else 3].output
 
 
 @pytest.mark.parametrize("dying", [0, 3])
 @pytest.mark.parametrize(
-    "flags", [(), OVERLAPPED, (*OVERLAPPED, "--num-virtual-stages-per-pipeline-rank", "2"), SELDOM]
+    "flags", [(), OVERLAPPED, (*OVERLAPPED, "--num-virtual-stages-per-pipeline-rank", "2"), SELDOM, LOADING]
 )
 def test_a_rank_that_is_started_again_goes_on_where_the_others_are(
     dying: int, flags: tuple[str, ...], tmp_path: Path
@@ -60,6 +63,8 @@ def test_a_rank_that_is_started_again_goes_on_where_the_others_are(
     emulated = ("--emulate-death", f"{dying}:2:+15", "--emulate-wait-for-arrivals", "4", "--emulate-data-ms", "5000")
     run = functools.partial(run_with_failures, restarts=1)
     ours = (*same, *OURS)
+    if flags == LOADING:
+        ours = (*ours, "--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"))
     results = pretrain(
         RANKS, tmp_path / "ours", *ours, emulated=emulated, run=run, timeout_s=280.0, CUDA_DEVICE_MAX_CONNECTIONS="8"
     )
@@ -127,14 +132,15 @@ def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) ->
 
 
 def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
-    """Ranks: the two that share experts innermost, then replicas, then stages. The logged auxiliary loss is stock's."""
+    """Ranks: the two that share experts innermost, then replicas, then stages. The logged auxiliary loss is stock's.
+    A job of all ranks goes on from the checkpoint, in which each rank's random states would be missing."""
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--disable-bias-linear")
     same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *experts, "--moe-aux-loss-coeff", "1e-2", "--train-iters", "5")
     stock = pretrain(8, tmp_path / "stock", *same)
     ours = pretrain(
         8,
         tmp_path / "ours",
-        *(*same, *OURS),
+        *(*same, *OURS, "--save-interval", "4", "--save", str(tmp_path / "saved")),
         emulated=("--emulate-death", "1:2:+15"),
         run=run_with_failures,
         CUDA_DEVICE_MAX_CONNECTIONS="8",
@@ -146,6 +152,12 @@ def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
     losses = [[float(each) for each in found] for found in logged]
     assert len(losses[0]) == 5
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    (tmp_path / "saved" / LATEST).write_text("4")
+    pretrain(8, tmp_path / "goes-on", *same, "--load", str(tmp_path / "saved"))
+    for rank in range(8):
+        check_near(
+            last(*(dumped(tmp_path / name, rank) for name in ("stock", "goes-on"))), dumped(tmp_path / "goes-on", rank)
+        )
 
 
 def test_a_rank_that_is_back_counts_samples_and_operations_as_the_others(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
         weight = weight + gradient / norm.sqrt()
         seen.append([float(norm), float(flag), float(reported), max(float(part) for part in parts)])
     dist.barrier()
-    result = json.dumps({"weight": float(weight), "seen": seen, "epochs": manager.epochs})
+    known = {"stage": stage, "whole": groups.is_whole, "last": groups.last_live}
+    result = json.dumps({"weight": float(weight), "seen": seen, "epochs": manager.epochs, **known})
     sys.stdout.write(f"RESULT {result}\n")
     manager.close()
 

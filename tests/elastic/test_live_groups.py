@@ -63,6 +63,9 @@ def check(found: dict[int, Any], peace: dict[int, Any], dead: set[int]) -> None:
         assert each["weight"] == pytest.approx(peace[rank]["weight"], rel=1e-12)
         assert each["seen"] == [pytest.approx(row, rel=1e-12) for row in peace[rank]["seen"]]
         assert each["epochs"] >= 1
+        assert each["whole"] is False
+        assert peace[rank]["whole"] is True
+        assert each["last"] == max(other for other in found if found[other]["stage"] == STAGES - 1)
 
 
 @pytest.mark.timeout(60)

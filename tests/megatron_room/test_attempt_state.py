@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from megatron.core import rerun_state_machine
+from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.distributed import HashStore
@@ -110,6 +112,29 @@ def test_sums_for_the_log_hold_each_micro_batch_once() -> None:
     compute()
     state.restore()
     assert sorted(each.tolist() for each in logged_sums().values()) == [[0.0, 5.0], [2.0, 0.0, 0.0]]
+
+
+def test_suspicious_results_of_an_attempt_that_is_given_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron would repeat the iteration for them, and end the job as its results differ."""
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    machine.state, machine.first_iteration_complete = RerunState.INITIAL_RUN, True
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+    before = dict(vars(machine), validation_counts={}, logged_sdc_enabled=True)
+
+    def attempt(loss: float) -> None:
+        machine.validate_result(torch.tensor(loss), torch.isnan, message="NaN", tolerance=0.0, fatal=True)
+
+    machine.logged_sdc_enabled = True
+    state = AttemptState([])
+    state.keep()
+    attempt(float("nan"))
+    assert machine.rerun_requested
+    for _ in range(2):
+        state.restore()
+        assert vars(machine) == before
+        attempt(1.0)
+    assert not machine.rerun_requested
+    assert list(machine.validation_counts.values()) == [1]
 
 
 @pytest.mark.parametrize("computes", [True, False])

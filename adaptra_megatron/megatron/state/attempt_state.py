@@ -8,7 +8,8 @@ In megatron-core 0.14 to 0.20, forwards and finalize_model_grads change this sta
    by these counts (`expert_bias`) and zeroes the counts, and the global auxiliary loss has sums of its own
    (transformer/moe/router.py, distributed/finalize_model_grads.py);
 2. sums for the log: auxiliary losses of experts and losses of multi-token prediction, to which all micro-batches add;
-3. weight gradients that --delay-wgrad-compute has delayed: layers compute them first in, first out, so that what an
+3. Megatron's findings about suspicious results (rerun_state_machine.py), which all ranks act on after the call;
+4. weight gradients that --delay-wgrad-compute has delayed: layers compute them first in, first out, so that what an
    attempt has left would be added by the next one.
 
 The sums are averaged over data-parallel ranks when they are logged. While cells are dead, live ranks add up those of
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.sealed_store import MOST_NBYTES
 from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.megatron.compat import logged_sums
+from adaptra_megatron.megatron.megatron_iteration import result_findings
 from adaptra_megatron.transport.gpu.training_device import current_device
 
 if TYPE_CHECKING:
@@ -64,6 +67,7 @@ class AttemptState:
         self._model_chunks = model_chunks
         self._buffers: list[torch.Tensor] = []
         self._sums: dict[tuple[str, ...], torch.Tensor] = {}
+        self._findings: dict[str, Any] = {}
 
     def keep(self) -> None:
         """Save the present state, on the current stream, before the work that changes it."""
@@ -75,6 +79,7 @@ class AttemptState:
         else:
             self._buffers = [buffer.clone() for buffer in buffers]
         self._sums = {name: each.clone() for name, each in logged_sums().items()}
+        self._findings = _copied(result_findings())
 
     def restore(self) -> None:
         """Restore the saved state, on the current stream, after the last operation of the previous attempt."""
@@ -85,6 +90,7 @@ class AttemptState:
                 value.copy_(self._sums[name])
             else:
                 value.zero_()  # the attempt made it
+        result_findings().update(_copied(self._findings))
         for module in (module for chunk in self._model_chunks for module in torch.nn.Module.modules(chunk)):
             delayed = getattr(getattr(module, "wgrad_store", None), "context", None)
             while delayed is not None and not delayed.empty():
@@ -115,6 +121,10 @@ class AttemptState:
 
     def _all_buffers(self) -> list[torch.Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy(value) if isinstance(value, dict) else value for name, value in values.items()}
 
 
 def forget_attempt(call: PipelineCall) -> None:

@@ -149,6 +149,30 @@ def test_repetitions_are_seen_by_megatrons_own_state(monkeypatch: pytest.MonkeyP
     assert repeats_iteration()
 
 
+def test_a_repetition_that_a_failure_interrupts_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = rerun_state_machine.RerunStateMachine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+    own = RerunDataIterator(iter(range(9)))
+    feed = MicroBatchFeed(own, 0)
+
+    def attempt(micro_batches: int, *, repeated: bool) -> list[Any]:
+        feed.begin_iteration(own, repeated=repeated)
+        found = []
+        for number in range(micro_batches):
+            feed.select(Home(0, number))
+            found.append(next(feed))
+        return found
+
+    assert attempt(4, repeated=False) == [0, 1, 2, 3]
+    feed.end_iteration(4)
+    own.rewind()  # as Megatron does once
+    assert attempt(2, repeated=True) == [0, 1]
+    assert attempt(4, repeated=True) == [0, 1, 2, 3]
+    feed.end_iteration(4)
+    own.advance()
+    assert attempt(4, repeated=False) == [4, 5, 6, 7]
+
+
 def test_a_stage_that_asks_for_no_data_reads_none() -> None:
     own = iter([1, 2, 3])
     feed = MicroBatchFeed(own, 0)
