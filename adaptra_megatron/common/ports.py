@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listen on TCP ports: in a range that firewalls let through (`FIRST-LAST`), and for as many connections as come."""
+"""Ranges of TCP ports that a job may listen on, for firewalls that let some through: `FIRST-LAST`."""
 
 from __future__ import annotations
 
 import errno
 import re
-import resource
 import socket
 from dataclasses import dataclass
 
-from adaptra_megatron.common.log import logger_of
-
-logger = logger_of(__name__)
-
 BACKLOG = 128
-_OTHER_FILES = 32
-"""Descriptors besides those of ranks: a process's own files, and connections before their handshake."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +70,3 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def allow_connections(ranks: int, what: str, each: int = 1) -> None:
-    """Raise this process's limit of open files to the maximum; warn if `ranks` with `each` so many connections exceed
-    it. `what`: the process, as text."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if most < ranks * each + _OTHER_FILES:
-        logger.warning(
-            "%d ranks connect to this %s, which may open %d files: raise the hard limit (ulimit -Hn)",
-            *(ranks, what, most),
-        )

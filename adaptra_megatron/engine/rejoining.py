@@ -322,7 +322,7 @@ def _schedule(training: Training) -> dict[str, Any]:
     scheduler = None if training.scheduler is None else training.scheduler.state_dict()
     groups = [group for optimizer in training.optimizers for group in optimizer.optimizer.param_groups]
     rates = [[float(group[name]) for name in ("lr", "weight_decay") if name in group] for group in groups]
-    scales = [float(optimizer.get_loss_scale()) for optimizer in training.optimizers]
+    scales = [float(scaler.scale) for scaler in _scalers(training)]  # a constant one has no state
     states = [scaler.state_dict().items() for scaler in _scalers(training)]
     scalers = [{name: each.cpu() if torch.is_tensor(each) else each for name, each in state} for state in states]
     return {"scheduler": scheduler, "scalers": scalers, "rates": rates, "scales": scales}

@@ -30,14 +30,6 @@ def repeats_iteration() -> bool:
     return machine is not None and machine.state is rerun_state_machine.RerunState.RERUNNING_IN_PLACE
 
 
-def result_findings() -> dict[str, Any]:
-    """Return the attributes of Megatron's RerunStateMachine, which has them from an iteration's results; {} if there is
-    none.
-    """
-    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
-    return {} if machine is None else vars(machine)
-
-
 @contextmanager
 def iteration(call: PipelineCall) -> Iterator[Any]:
     """Do what stock does before its first and after its last action; yield the embedding module for

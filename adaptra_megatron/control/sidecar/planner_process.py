@@ -18,7 +18,7 @@ from typing import Any
 from adaptra_megatron.common.handshake import receive_descriptor
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.log import logger_of
-from adaptra_megatron.common.ports import allow_connections
+from adaptra_megatron.common.open_files import allow_connections
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.deciders.decision_engine import DecisionEngine

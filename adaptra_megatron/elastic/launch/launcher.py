@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.common.membership import Membership, MembershipRecords, launch_store
-from adaptra_megatron.common.ports import allow_connections
+from adaptra_megatron.common.open_files import allow_connections
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.elastic.launch.endpoint import NO_REJOINING, Endpoint, take_seat
 from adaptra_megatron.elastic.launch.launch_arguments import LaunchSettings

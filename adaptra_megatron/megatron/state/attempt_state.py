@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from adaptra_megatron.common.control_store import ControlStore
@@ -37,7 +38,6 @@ from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.sealed_store import MOST_NBYTES
 from adaptra_megatron.common.typed_messages import packed, unpacked
 from adaptra_megatron.megatron.compat import logged_sums
-from adaptra_megatron.megatron.megatron_iteration import result_findings
 from adaptra_megatron.transport.gpu.training_device import current_device
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class AttemptState:
         else:
             self._buffers = [buffer.clone() for buffer in buffers]
         self._sums = {name: each.clone() for name, each in logged_sums().items()}
-        self._findings = _copied(result_findings())
+        self._findings = _copied(_findings())
 
     def restore(self) -> None:
         """Restore the saved state, on the current stream, after the last operation of the previous attempt."""
@@ -90,7 +90,7 @@ class AttemptState:
                 value.copy_(self._sums[name])
             else:
                 value.zero_()  # the attempt made it
-        result_findings().update(_copied(self._findings))
+        _findings().update(_copied(self._findings))
         for module in (module for chunk in self._model_chunks for module in torch.nn.Module.modules(chunk)):
             delayed = getattr(getattr(module, "wgrad_store", None), "context", None)
             while delayed is not None and not delayed.empty():
@@ -121,6 +121,12 @@ class AttemptState:
 
     def _all_buffers(self) -> list[torch.Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
+
+
+def _findings() -> dict[str, Any]:
+    """Return the attributes of Megatron's RerunStateMachine, among them what it has found in results."""
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    return {} if machine is None else vars(machine)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
