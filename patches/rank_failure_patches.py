@@ -88,8 +88,10 @@ def _progress(**counted: Any) -> Mapping[str, Any]:
     return {"iteration": args.curr_iteration, **counters, **counted}
 
 
-_LOADED: Mapping[str, Any] = {"load": None, "pretrained_checkpoint": None, "moe_use_upcycling": False}
-"""Arguments with which Megatron begins from no checkpoint."""
+_LOADED: Mapping[str, Any] = dict.fromkeys(("load", "pretrained_checkpoint", "dump_param_to_param_group_map")) | {
+    "moe_use_upcycling": False
+}
+"""Arguments with which Megatron neither reads nor writes files for which all ranks meet."""
 
 
 def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
@@ -207,8 +209,10 @@ def _random_states(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callab
 
         args = get_args()
         left_out = asked.setdefault("no_save_rng", args.no_save_rng)
-        # Each replica has its own then. A checkpoint with those of the live ones could not be read by all.
-        own = args.data_parallel_random_init or getattr(args, "expert_model_parallel_size", 1) > 1
+        # Each replica has its own then (with experts in some releases alone). A checkpoint with those of the live ones
+        # could not be read by all.
+        experts = args.ckpt_format == "torch_dist" and getattr(args, "expert_model_parallel_size", 1) > 1
+        own = args.data_parallel_random_init or experts
         args.no_save_rng = left_out or (own and not groups.is_whole)  # also saved: loading goes by it
         return stock(*given, **keywords)
 
@@ -294,13 +298,16 @@ FAULT_TOLERANCE_PATCHES = (
         reason="all ranks meet to log a process's first iteration, which of a restarted rank is no other's",
         replace=_logged,
     ),
-    Patch(
-        identity="last-rank",
-        target="megatron.training.utils:is_last_rank",
-        versions=SUPPORTED,
-        parameters=(),
-        reason="the last rank prints losses: while it has failed, the last live one of its stage does",
-        replace=_shown,
+    *(
+        Patch(
+            identity=f"last-rank{which}",
+            target=f"megatron.training.utils{module}:is_last_rank",
+            versions=SUPPORTED,
+            parameters=(),
+            reason="the last rank prints losses: while it has failed, the last live one of its stage does",
+            replace=_shown,
+        )
+        for which, module in (("", ""), ("-common", ".common_utils"))  # from 0.18 on utils is a package
     ),
     Patch(
         identity="random-states",

@@ -347,6 +347,26 @@ class Fence:
             raise failures[0]
 
 
+class StreamWork:
+    """One of torch's handles of an operation over NCCL. To wait for it makes the current stream wait.
+
+    Without the timeout: with one, torch blocks the thread, and aborts the communicator once the time has passed
+    (ProcessGroupNCCL.cpp, WorkNCCL::wait).
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *_timeout: timedelta) -> None:
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+
 class FencedGroup:
     """One of torch's own process groups, for one generation. Operations over NCCL are recorded when launched."""
 
@@ -382,9 +402,11 @@ class FencedGroup:
             found = method(*given, **keywords)
             # What a graph captures is run by its replays: torch's handle of it never completes.
             captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-            if hasattr(found, "is_completed") and not captured:
+            if not hasattr(found, "is_completed"):
+                return found
+            if not captured:
                 self.last = f"{name.strip('_')} of {self._place}"
                 self._note(found, self.last)
-            return found
+            return StreamWork(found)
 
         return launched

@@ -130,6 +130,8 @@ class FaultTolerantGroups:
         """Gathers all parameters from the optimizer's shards."""
         self.before_leaving: list[Callable[[], None]] = []
         """Called by `leave` before it ends operations: they drop what holds communicators."""
+        self._hooked: Callable[..., object] | None = None
+        """`sys.excepthook` before this object's; None before groups are made."""
         self.when_uncaught: list[Callable[[BaseException], None]] = []
         """Called with an error that nothing has caught, once Python has printed it."""
         self.ignores_failed = False
@@ -168,6 +170,7 @@ class FaultTolerantGroups:
         # torch's NCCL watchdog would otherwise end this process when another rank fails. Not setdefault: torchrun, and
         # `adaptra launch` as torchrun, set 1 (tear the process down) where the user has set nothing.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # waits of streams would be waits of threads
         for name in ("init_process_group", "new_group"):
             self._replace(name)
         named = dist.get_backend
@@ -179,17 +182,6 @@ class FaultTolerantGroups:
             return ("nccl" if torch.cuda.is_available() else "gloo") if found == _NAME else found
 
         dist.get_backend = get_backend
-        hooked = sys.excepthook
-
-        def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            # Python's own report first: peers may end this job as soon as they see the notice.
-            hooked(kind, error, trace)
-            for each in self.when_uncaught:
-                each(error)
-            if isinstance(error, Exception) and sys._getframe().f_back is None:  # called as Python ends, not by a hook
-                end_after_error()
-
-        sys.excepthook = uncaught
 
     def _replace(self, name: str) -> None:
         original = getattr(dist, name)
@@ -202,9 +194,23 @@ class FaultTolerantGroups:
             self._description = str(keywords.get("group_desc") or "group")
             if name == "init_process_group":
                 given = given[1:]  # a backend
-            return original(*given, **keywords, backend=_NAME)
+            result = original(*given, **keywords, backend=_NAME)
+            if self._hooked is None:
+                # Around torch's, which writes what those within it print once they have returned.
+                self._hooked, sys.excepthook = sys.excepthook, self._uncaught
+            return result
 
         setattr(dist, name, made)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Handle an error that nothing has caught, as `sys.excepthook`."""
+        assert self._hooked is not None
+        # Python's own report first: peers may end this job as soon as they see the notice.
+        self._hooked(kind, error, trace)
+        for each in self.when_uncaught:
+            each(error)
+        if isinstance(error, Exception) and sys._getframe().f_back is None:  # called as Python ends, not by a hook
+            end_after_error()
 
     def _create(self, options: Any, _backend_options: Any) -> FaultTolerantGroup:
         """Create one group for torch's `_new_process_group_helper`, which uses a backend derived from ProcessGroup as
@@ -489,7 +495,7 @@ class FaultTolerantGroups:
         while True:
             try:
                 with of_backend():
-                    # In slices: neither gloo's nor NCCL's wait can be interrupted, and a failure elsewhere must end it.
+                    # In slices: gloo's wait cannot be interrupted, and a failure elsewhere must end it.
                     work.wait(SLICE)
                 break
             except RuntimeError:

@@ -68,7 +68,9 @@ _SETTINGS = (
     *("moe_router_topk", "moe_router_load_balancing_type", "moe_router_score_function", "moe_router_bias_update_rate"),
     *("calculate_per_token_loss", "untie_embeddings_and_output_weights", "sequence_parallel", "data_path", "split"),
     *("train_data_path", "data_args_path", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
-    *("eval_interval", "eval_iters", "save_interval", "exit_interval", "log_interval"),
+    *("eval_interval", "eval_iters", "save_interval", "non_persistent_save_interval", "exit_interval", "log_interval"),
+    *("exit_duration_in_mins", "exit_signal_handler", "rerun_mode", "timing_log_level"),
+    *("log_params_norm", "log_num_zeros_in_grad"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
 )
 """Names of Megatron's arguments that affect the numbers, or when all ranks meet, and stay constant during training."""
@@ -254,12 +256,13 @@ def take_over(
     """
     progress: Mapping[str, Any] = {}
     counters, running = Counters(0, 0), Decision(0)
+    schedule: Mapping[str, Any] = _schedule(training)
     ours = handings(training, layout, generation, before)
     for channel in [_Channel(handing, layout.rank, control, timeout_s) for handing in ours]:
         channel.signal()
         receiver = StateReceiver(channel.carry, *channel.proof)
         if channel.handing.whole:
-            progress, counters, running = _receive_whole(receiver, training)
+            progress, counters, running, schedule = _receive_whole(receiver, training)
         for place, own in channel.handing.shards:
             optimizer = training.optimizers[place]
             receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
@@ -270,6 +273,7 @@ def take_over(
         if getattr(optimizer, "shard_group", None) is not None:
             # Whose shard the others' parameters have as it was a step ago, where they gather them in the next forward.
             optimizer._copy_main_params_to_model_params()
+    _follow(training, schedule)
     return progress, counters, running
 
 
@@ -294,14 +298,24 @@ def _send(sender: StateSender, training: Training, pipeline: Pipeline, handing: 
         send_optimizer(sender, optimizer.optimizer, optimizer.shard_parameters(own=not own))
 
 
-def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping[str, Any], Counters, Decision]:
+def _receive_whole(
+    receiver: StateReceiver, training: Training
+) -> tuple[Mapping[str, Any], Counters, Decision, Mapping[str, Any]]:
+    """Receive what `_send` sends as a whole. Returns progress, counters, plan, and what `_schedule` returned there."""
     said = receiver.values()
     receive_tensors(receiver, model_tensors(training.model), "parameters")
     for optimizer in training.optimizers:
         if getattr(optimizer, "shard_group", None) is None:
             inner = optimizer.optimizer
             receive_optimizer(receiver, inner, [each for group in inner.param_groups for each in group["params"]])
-    schedule = said["schedule"]
+    return said["progress"], Counters(*said["counters"]), decision_of(said["plan"]), said["schedule"]
+
+
+def _follow(training: Training, schedule: Mapping[str, Any]) -> None:
+    """Go on with the learning-rate schedule and loss scales of the sender, once all groups of parameters have come.
+
+    Raises StateError if this process comes to other rates or scales by them.
+    """
     if training.scheduler is not None:
         # All of it: with --use-checkpoint-opt-param-scheduler the others have theirs from a checkpoint.
         vars(training.scheduler).update(schedule["scheduler"])
@@ -311,7 +325,6 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
     # Rates follow from the scheduler, and from settings of this process.
     if _schedule(training) != schedule:
         raise StateError(f"this process has {_schedule(training)} after it has received {schedule}")
-    return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
 
 
 def _schedule(training: Training) -> dict[str, Any]:

@@ -93,10 +93,11 @@ class MicroBatchFeed(Iterator[Any]):
         `repeated`: whether it repeats the previous iteration, so that `own` yields the same data again.
         """
         self.own = own
+        if self._next == self._first:
+            return  # it is attempted again
         if repeated:
-            if not self._read:  # else the repetition is attempted again, and `own` goes on
-                self._taken = self._taken_before
-        elif self._next > self._first:  # else it is attempted again
+            self._next, self._taken = self._first, self._taken_before
+        else:
             self._first, self._taken_before = self._next, self._taken
 
     def select(self, home: Home) -> None:

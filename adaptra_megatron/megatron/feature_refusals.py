@@ -223,6 +223,16 @@ REROUTING = (
         "micro-batch would differ",
     ),
     Refusal(
+        "--logits-load-dir, --logits-save-dir",
+        either("logits_load_dir", "logits_save_dir"),
+        "a teacher's logits are paired with a student's by their order",
+    ),
+    Refusal(
+        "--dsa-indexer-loss-coeff",
+        lambda settings: bool(getattr(settings, "dsa_indexer_loss_coeff", None)),
+        "replicas meet for its mean in the log, and a cell that routes leave without micro-batches knows no group",
+    ),
+    Refusal(
         "--iterations-to-skip, --result-rejected-tracker-filename",
         _skips_iterations,
         "other replicas' micro-batches are read by number, and Megatron reads those of a skipped iteration uncounted",
@@ -237,6 +247,8 @@ REROUTING = (
 before the first iteration."""
 
 _ASKED = "all ranks are asked for a part of what is compared, and one that has failed has none"
+_POINTWISE = "groups that survive their members have no sends, receives and coalesced operations"
+_STATISTICS = "report_determinism_stats", "report_stats"
 _LACKING = "the copies of shards of the optimizer's state would lack it"
 
 
@@ -245,6 +257,25 @@ def _is_layer_wise(settings: Any) -> bool:
     distributed = optimizer not in ("adam", "sgd") and getattr(settings, "use_distributed_optimizer", False)
     asked = getattr(settings, "use_layer_wise_distributed_optimizer", False)
     return optimizer.startswith("dist_") or bool(distributed or asked)
+
+
+def _sends_sequences(settings: Any) -> bool:
+    if getattr(settings, "context_parallel_size", 1) == 1:
+        return False
+    given = getattr(settings, "cp_comm_type", None) or "p2p"
+    kinds = [given] if isinstance(given, str) else given
+    return bool(getattr(settings, "mtp_num_layers", None)) or any("p2p" in kind for kind in kinds)
+
+
+def _gathers_quantized(settings: Any) -> bool:
+    blocks = bool(getattr(settings, "fp8", None)) and getattr(settings, "fp8_recipe", "") in ("mxfp8", "blockwise")
+    return getattr(settings, "tensor_model_parallel_size", 1) > 1 and (blocks or bool(getattr(settings, "fp4", None)))
+
+
+def _gathers_shards(settings: Any) -> bool:
+    gathers = getattr(settings, "ckpt_format", "") == "torch"
+    gathers = gathers or getattr(settings, "dist_ckpt_optim_fully_reshardable", False)
+    return bool(gathers and getattr(settings, "save", None) and getattr(settings, "use_distributed_optimizer", False))
 
 
 _LAYER_WISE = Refusal(
@@ -286,10 +317,43 @@ RECOVERY = (
     Refusal("--check-weight-hash-across-dp-replicas-interval", _checks_hashes, _ASKED),
     Refusal("--log-straggler", setting("log_straggler"), _ASKED),
     Refusal(
+        "--rerun-mode report_determinism_stats",
+        lambda settings: getattr(settings, "rerun_mode", "disabled") in _STATISTICS,
+        _ASKED,
+    ),
+    Refusal(
         "--sft with --eval-iters other than 0",
         lambda settings: getattr(settings, "sft", False) and getattr(settings, "eval_iters", 0) != 0,
         "Megatron divides the sum of the replicas' validation losses by their number at the start, also where some "
         "have failed; give --eval-iters 0",
+    ),
+    Refusal(
+        "--context-parallel-size with --cp-comm-type p2p or a2a+p2p, or with --mtp-num-layers",
+        _sends_sequences,
+        f"{_POINTWISE}; give --cp-comm-type allgather or a2a",
+    ),
+    Refusal(
+        "--fp8-recipe mxfp8 or blockwise, or --fp4-format, with tensor parallelism",
+        _gathers_quantized,
+        f"{_POINTWISE}: Transformer Engine gathers values and scales together",
+    ),
+    Refusal("--use-nccl-ub", setting("nccl_ub"), "communicators with registered memory cannot be aborted"),
+    Refusal(
+        "--cuda-graph-warmup-steps 0 with --cuda-graph-impl transformer_engine",
+        lambda settings: (
+            graphs_of(settings) == "transformer_engine" and getattr(settings, "cuda_graph_warmup_steps", 3) == 0
+        ),
+        "iterations without a failed rank alone run with graphs, and Megatron requires them after the first one",
+    ),
+    Refusal(
+        "--ckpt-format torch or --dist-ckpt-optim-fully-reshardable, with --save and --use-distributed-optimizer",
+        _gathers_shards,
+        "one rank gathers all shards for a checkpoint, which ends the job where a rank has failed",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        lambda settings: getattr(settings, "non_persistent_ckpt_type", None) == "local",
+        "its files go by the numbers of ranks, which are others where some have failed",
     ),
     Refusal("--full-validation", setting("full_validation"), "rank 0 says how long it lasts, and may have failed"),
 )

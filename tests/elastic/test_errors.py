@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -145,3 +147,31 @@ def test_what_is_got_over_is_logged_once_for_each_line(caplog: pytest.LogCapture
         "Connection closed by peer",
         "a third",
     ]
+
+
+UNCAUGHT = """
+import atexit, sys
+import torch.distributed as dist
+from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
+
+class Torn:
+    def __del__(self):
+        print("torn down", file=sys.stderr)
+
+groups, torn = FaultTolerantGroups(), Torn()
+groups.install()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+groups.when_uncaught.append(lambda error: print("published:", error, file=sys.stderr))
+atexit.register(print, "exit functions", file=sys.stderr)
+raise ValueError("of the script")
+"""
+
+
+def test_an_uncaught_error_is_shown_then_published_and_ends_the_process_without_a_teardown() -> None:
+    """Threads that are in torch meanwhile would abort it. torch's own hook shows what others print once they return."""
+    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60, check=False)
+    shown = [
+        line for line in ended.stderr.splitlines() if "script" in line or "exit functions" in line or "torn" in line
+    ]
+    assert shown[-3:] == ["[rank0]: ValueError: of the script", "published: of the script", "exit functions"]
+    assert ended.returncode == 1

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.elastic import process_group_manager
 from adaptra_megatron.elastic.failure_errors import EpochEndedError, LateRankError, is_communication
-from adaptra_megatron.elastic.fence import Fence, OperationStillRunsError
+from adaptra_megatron.elastic.fence import Fence, FencedGroup, OperationStillRunsError
 from adaptra_megatron.elastic.generation import Generation, GenerationId
 from adaptra_megatron.elastic.process_group import COUNTS, FaultTolerantGroup, UnwrittenError
 from adaptra_megatron.elastic.process_group_manager import FaultTolerantGroups
@@ -53,6 +54,32 @@ class Stuck:
 
     def is_completed(self) -> bool:
         return self._aborted
+
+
+class OverNccl:
+    """Torch's handle of an operation over NCCL that lasts longer than a slice: `WorkNCCL.wait` with a timeout."""
+
+    aborted = False
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.aborted |= timeout is not None
+        if self.aborted:
+            raise RuntimeError("Some NCCL operations have failed or timed out.")
+
+    def is_completed(self) -> bool:
+        return self.aborted
+
+
+def test_a_wait_for_an_operation_over_nccl_aborts_no_communicator() -> None:
+    """It makes the stream wait. With a timeout torch aborts the communicator once that has passed."""
+    noted: list[Any] = []
+    work = OverNccl()
+    native = SimpleNamespace(allreduce=lambda *_: work)
+    group = FencedGroup(native, "data-parallel", (0, 1), None, lambda *found: noted.append(found))
+    groups = FaultTolerantGroups()
+    groups.wait_for(group.allreduce([torch.ones(1)]))
+    assert not work.aborted
+    assert noted == [(work, "allreduce of data-parallel over ranks 0, 1")]
 
 
 def without_rank_1(

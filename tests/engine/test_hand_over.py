@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.membership import Departure
@@ -23,12 +24,14 @@ from adaptra_megatron.engine.rejoining import (
     Handing,
     HandOverLateError,
     Training,
+    _follow,
     _Lateness,
     _receive_whole,
+    _schedule,
     _send,
     handings,
 )
-from adaptra_megatron.megatron.state.training_state import StateReceiver, StateSender
+from adaptra_megatron.megatron.state.training_state import StateError, StateReceiver, StateSender
 from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
 from testing.megatron.cuda_names import torch_names
 from testing.replacing import Replaced
@@ -90,6 +93,27 @@ def test_a_shard_comes_from_the_rank_with_its_copy_also_of_another_lane() -> Non
     ]
 
 
+def test_the_schedule_is_that_of_the_others_and_other_rates_are_refused() -> None:
+    """Theirs may come from a checkpoint, which a process that is started again does not load."""
+
+    def training(max_lr: float) -> Training:
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=max_lr, weight_decay=0.5)
+        weights = {"start_wd": max_lr / 8, "end_wd": max_lr / 4, "wd_incr_steps": 8, "wd_incr_style": "linear"}
+        rates = {"lr_warmup_steps": 0, "lr_decay_steps": 8, "lr_decay_style": "linear"}
+        scheduler = OptimizerParamScheduler(inner, init_lr=0.0, max_lr=max_lr, min_lr=0.0, **rates, **weights)
+        return Training([], SimpleNamespace(optimizer=inner), scheduler, dict)
+
+    here, there = training(1.0), training(2.0)
+    here.scheduler.step(4)
+    _follow(there, _schedule(here))
+    (group,) = there.optimizer.optimizer.param_groups
+    assert (group["lr"], there.scheduler.num_steps, there.scheduler.max_lr) == (0.5, 4, 1.0)
+    assert group["weight_decay"] == here.optimizer.optimizer.param_groups[0]["weight_decay"]
+    group["max_lr"] = 3.0  # of the group itself, as of --decoupled-lr
+    with pytest.raises(StateError, match=r"'lr|rates"):
+        _follow(there, _schedule(here))
+
+
 class OnDevice(torch.Tensor):
     """A tensor of a GPU: only `cpu` makes one that another process can load, or compare with its own."""
 
@@ -119,7 +143,8 @@ def test_a_loss_scale_comes_to_the_gpu_of_the_rank_that_receives_it() -> None:
         _send(sender, here, pipeline, Handing(0, 1, True, (), 0))
         sender.finish()
         receiver = StateReceiver(lambda message: message.copy_(messages.pop(0)))
-        _receive_whole(receiver, there)
+        *_, schedule = _receive_whole(receiver, there)
         receiver.finish()
+        _follow(there, schedule)
     assert there.optimizer.grad_scaler.state_dict() == here.optimizer.grad_scaler.state_dict()
     assert there.optimizer.grad_scaler.scale == 2.0**16

@@ -22,7 +22,7 @@ def patched(identity: str, stock: Any, groups: Any) -> Any:
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = SimpleNamespace(load="saved", pretrained_checkpoint="first", no_save_rng=False)
-    found.data_parallel_random_init, found.expert_model_parallel_size = False, 1
+    found.data_parallel_random_init, found.expert_model_parallel_size, found.ckpt_format = False, 1, "torch_dist"
     monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(get_args=lambda: found))
     return found
 

@@ -430,7 +430,26 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
         "--check-weight-hash-across-dp-replicas-interval",
     ),
     "times of all": ({"log_straggler": True}, "--log-straggler"),
+    "statistics": ({"rerun_mode": "report_determinism_stats"}, "--rerun-mode report_determinism_stats"),
     "losses per replica": ({"sft": True, "eval_iters": 100}, "--sft with --eval-iters"),
+    "rings": ({"context_parallel_size": 2}, "--context-parallel-size with --cp-comm-type p2p"),
+    "some rings": ({"context_parallel_size": 2, "cp_comm_type": ["a2a", "a2a+p2p"]}, "--context-parallel-size with"),
+    "predicted parts": (
+        {"context_parallel_size": 2, "cp_comm_type": "all_gather", "mtp_num_layers": 1},
+        "or with --mtp-num-layers",
+    ),
+    "blocks": ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "tensor_model_parallel_size": 2}, "--fp8-recipe mxfp8"),
+    "4 bits": ({"fp4": "e2m1", "tensor_model_parallel_size": 2}, "or --fp4-format, with tensor parallelism"),
+    "registered": ({"nccl_ub": True}, "--use-nccl-ub"),
+    "captured at once": (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 0},
+        "--cuda-graph-warmup-steps 0",
+    ),
+    "gathered files": (
+        {"ckpt_format": "torch", "save": "/saved", "use_distributed_optimizer": True},
+        "--ckpt-format torch or",
+    ),
+    "local files": ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local"),
     "evaluations of all": ({"full_validation": True}, "--full-validation"),
 }
 """Settings with which an attempt cannot be redone, or something fails with a rank."""
@@ -449,6 +468,22 @@ def test_what_cannot_be_recovered_is_refused_where_failures_are(name: str) -> No
 
 @pytest.mark.parametrize("settings", [{"fp16": True}, {"bf16": True, "overlap_param_gather": True}])
 def test_either_of_a_loss_scale_and_gathers_in_forwards_is_recovered(settings: dict[str, Any]) -> None:
+    refuse_for_recovery("failures", SimpleNamespace(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"context_parallel_size": 2, "cp_comm_type": ["allgather", "a2a"]},
+        {"context_parallel_size": 1, "cp_comm_type": ["p2p"], "mtp_num_layers": 1},
+        {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+        {"fp8": "e4m3", "fp8_recipe": "tensorwise", "tensor_model_parallel_size": 2},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3},
+        {"ckpt_format": "torch", "save": "/saved"},
+        {"ckpt_format": "torch_dist", "save": "/saved", "use_distributed_optimizer": True},
+    ],
+)
+def test_what_needs_no_sends_and_gathers_no_shards_is_recovered(settings: dict[str, Any]) -> None:
     refuse_for_recovery("failures", SimpleNamespace(**settings))
 
 
@@ -474,7 +509,7 @@ APART_IN_FORWARDS = (
 
 @pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
 def test_experts_that_span_all_replicas_are_not_rerouted(reroute: str) -> None:
-    common = {"num_experts": 8, "adaptra_reroute": reroute, "pipeline_model_parallel_size": 2}
+    common = {"num_experts": 8, "adaptra_reroute": reroute, "pipeline_model_parallel_size": 2, "cp_comm_type": "a2a"}
     for each in MEETING:
         with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-reroute {reroute} .*experts that span all"):
             refuse_arguments(SimpleNamespace(**common | each))
@@ -489,6 +524,8 @@ NOT_ROUTED: dict[str, tuple[dict[str, Any], str]] = {
     "largest logit": ({"qk_clip": True}, "--qk-clip"),
     "logged logit": ({"log_max_attention_logit": True}, "--qk-clip, --log-max-attention-logit"),
     "activations by order": ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+    "teachers by order": ({"logits_load_dir": "/logits"}, "--logits-load-dir"),
+    "logged by some": ({"dsa_indexer_loss_coeff": 0.01}, "--dsa-indexer-loss-coeff"),
     "experts by order": ({"moe_enable_routing_replay": True}, "--moe-enable-routing-replay"),
 }
 """Settings with which no cell computes another's micro-batches."""
@@ -540,7 +577,7 @@ def test_all_that_recovery_does_not_run_with_is_said_at_once() -> None:
         ({"expert_model_parallel_size": 8}, 32),
         ({"num_experts": None, "expert_model_parallel_size": 8}, 4),
         ({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 16),
-        ({"context_parallel_size": 3, "expert_model_parallel_size": 2}, 24),
+        ({"context_parallel_size": 3, "expert_model_parallel_size": 2, "cp_comm_type": "a2a"}, 24),
     ],
 )
 def test_what_recovery_takes_at_least_is_said(sizes: dict[str, Any], ranks: int) -> None:

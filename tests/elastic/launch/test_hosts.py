@@ -194,7 +194,7 @@ def test_a_store_that_accepts_and_does_not_answer_is_given_up(launches: Launches
         where = ("--nnodes", 2, "--master-port", port, "--node-rank", 1)
         launched = launches.launch(*where, *patience, launches.script(WAITING))
         assert launched.wait() == 1
-    assert f"store at 127.0.0.1:{port} accepts connections, but has not answered for 8 s" in launched.output
+    assert f"store at 127.0.0.1:{port} accepts connections, but has not answered for" in launched.output
 
 
 @pytest.fixture
