@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +220,30 @@ def _random_states(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callab
     return get_rng_state
 
 
+def _aligned(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.engine.fault_tolerance import FaultTolerance
+
+    feature, numbers = runtime.feature(FaultTolerance), itertools.count()
+
+    @functools.wraps(stock)
+    def _get_param_groups(*given: Any, **keywords: Any) -> Any:
+        import torch.distributed as dist
+
+        gather, number = dist.all_gather_object, next(numbers)
+
+        def all_gather_object(found: list[Any], *sent: Any, **how: Any) -> None:
+            gather(found, *sent, **how)
+            found[:] = feature.aligned_groups(number, found)
+
+        dist.all_gather_object = all_gather_object  # type: ignore[assignment]
+        try:
+            return stock(*given, **keywords)
+        finally:
+            dist.all_gather_object = gather
+
+    return _get_param_groups
+
+
 def _built_before(provider: Callable[..., Any], chunks: int) -> Mapping[str, Any]:
     """Build the datasets of all `chunks` now, before other ranks wait for this process; return them by `_asked`."""
     from megatron.core import parallel_state
@@ -246,6 +271,14 @@ FAULT_TOLERANCE_PATCHES = (
         parameters=("optimizer", "config", "grad_scaler", "model_chunks", "per_model_buffers", "data_parallel_group"),
         reason="a rank that fails takes its shard of the optimizer's state with it: another steps a copy of each",
         replace=_with_copies,
+    ),
+    Patch(
+        identity="parameter-groups",
+        target="megatron.core.optimizer:_get_param_groups",
+        versions=SUPPORTED,
+        parameters=("model_chunks",),
+        reason="ranks have all groups that others have: a restarted rank, which is alone, receives their keys",
+        replace=_aligned,
     ),
     Patch(
         identity="chained-optimizer",

@@ -11,6 +11,7 @@ launcher's coordinator writes them, unless stated otherwise:
     membership/stalled    by a rank: the `Stalled` ranks that the launcher must end
     membership/layout     by the lowest live rank: the job's layout, for restarted ranks
     membership/ready/R    by the restarted rank R: its `Readiness`
+    membership/groups/N   by rank 0: keys of all parameter groups of the optimizer with number N, for restarted ranks
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _STALLED = "membership/stalled"
 _ADMITTED = "membership/admitted"
 _LAYOUT = "membership/layout"
 _READY = "membership/ready"
+_GROUPS = "membership/groups"
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,14 @@ class MembershipRecords:
         """
         found: bytes | None = self._store.peek(_LAYOUT)
         return found
+
+    def publish_groups(self, number: int, keys: str) -> None:
+        """Write the keys of all parameter groups of an optimizer. Raises RuntimeError if the store does."""
+        self._store.set(f"{_GROUPS}/{number}", keys.encode())
+
+    def groups(self, number: int) -> str:
+        """Return what `publish_groups` wrote; "" if it has not yet. Raises as `layout`."""
+        return (self._store.peek(f"{_GROUPS}/{number}") or b"").decode()
 
     def say_ready(self, rank: int, ready: Readiness) -> None:
         """Write that this process is ready to rejoin as `rank`. Raises RuntimeError if the store does."""

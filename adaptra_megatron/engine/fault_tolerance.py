@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -103,6 +105,23 @@ class FaultTolerance(EngineFeature):
         self.joining, progress = rejoin_job(rejoining, self.training)
         self.saves.is_due = progress[_SAVE_IS_DUE]
         return {name: value for name, value in progress.items() if name != _SAVE_IS_DUE}
+
+    def aligned_groups(self, number: int, keys: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+        """Return the keys of each rank's parameter groups as the job's first processes had them. `keys`: as gathered,
+        for the optimizer with this `number`.
+
+        Megatron adds empty groups for keys that only other ranks have (core/optimizer/__init__.py, _get_param_groups).
+        A process that replaces a failed rank gathers its own alone, so it gets rank 0's. Raises RuntimeError if the
+        store cannot be reached.
+        """
+        if self.groups.place is None and self.groups.rank:
+            return list(keys)
+        records = MembershipRecords.of_rank(CONNECT_S)
+        if self.groups.place is None:
+            records.publish_groups(number, repr(list(dict.fromkeys(itertools.chain.from_iterable(keys)))))
+            return list(keys)
+        found = records.groups(number)
+        return [*keys, ast.literal_eval(found)] if found else list(keys)
 
     def _progress(self) -> Mapping[str, Any]:
         """Return the script's progress, and whether a checkpoint will be due once ranks have been admitted."""

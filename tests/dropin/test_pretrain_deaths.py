@@ -160,6 +160,27 @@ def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
         )
 
 
+def test_a_rank_without_parameters_of_a_group_that_others_have_comes_back(tmp_path: Path) -> None:
+    """The middle one of three stages has neither the embedding nor the output layer, which have rates of their own."""
+    same = (*LAYOUT, "--pipeline-model-parallel-size", "3", "--num-layers", "3", *MOCK_DATA, *NO_DROPOUT)
+    same = (*same, "--decoupled-lr", "5e-4", "--untie-embeddings-and-output-weights")
+    pretrain(6, tmp_path / "stock", *same)
+    results = pretrain(
+        6,
+        tmp_path / "ours",
+        *(*same, *OURS),
+        emulated=("--emulate-death", "2:2:+15", "--emulate-wait-for-arrivals", "4"),
+        run=functools.partial(run_with_failures, restarts=1),
+        timeout_s=280.0,
+        CUDA_DEVICE_MAX_CONNECTIONS="8",
+    )
+    assert [result.returncode for result in results] == [0] * 6
+    assert BACK in results[2].output
+    for rank in range(6):
+        stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank)
+        check_near(last(stock, ours) if rank == 2 else stock, ours)
+
+
 def test_a_rank_that_is_back_counts_samples_and_operations_as_the_others(tmp_path: Path) -> None:
     """Batches double after 4 iterations, in the one in which rank 0, which writes the checkpoint, is back."""
     ramp = ("--global-batch-size", "8", "--rampup-batch-size", "4", "4", "16", "--train-samples", "48")
