@@ -274,12 +274,16 @@ class OperationStillRunsError(UnrecoverableError):
 
 
 class Fence:
-    """Operations and process groups of one process in one generation. For the training thread."""
+    """Operations and process groups of one process in one generation. For the training thread, but for `abort`."""
 
     def __init__(self) -> None:
         self._launched: list[tuple[Any, str]] = []
         """Torch's handles of operations in progress, and what these are."""
         self._groups: list[FencedGroup] = []
+        self._aborts: dict[FencedGroup, threading.Thread] = {}
+        self._not_aborted: list[str] = []
+        """Communicators whose abort has failed, and why."""
+        self._aborting = threading.Lock()
 
     def guarded(self, native: Any, name: str, members: tuple[int, ...], sockets: GlooSockets | None) -> FencedGroup:
         """Wrap torch's group `native`, so that its operations are recorded here. `sockets`: of a gloo group."""
@@ -290,7 +294,26 @@ class Fence:
     def close(self) -> None:
         """Shut down all connections and abort communicators: pending operations end, here and at peers."""
         for group in self._groups:
+            if group.is_gloo:
+                group.close()
+        self.abort()
+
+    def abort(self) -> None:
+        """Begin to abort all communicators, from any thread.
+
+        Each in a thread of its own: NCCL waits in it for the communicator's kernels, which may be queued behind those
+        of another one (init.cc, commReclaim), and torch for its result (ProcessGroupNCCL::abort).
+        """
+        with self._aborting:
+            for group in [each for each in self._groups if not each.is_gloo and each not in self._aborts]:
+                self._aborts[group] = DeviceThread(self._abort, "adaptra-abort", (group,))
+                self._aborts[group].start()
+
+    def _abort(self, group: FencedGroup) -> None:
+        try:
             group.close()
+        except Exception as cause:
+            self._not_aborted.append(f"the communicator of {group.place} ({cause})")
 
     def wait(self, timeout_s: float) -> None:
         """Wait until no operation can write any more. Call `close` first.
@@ -298,6 +321,11 @@ class Fence:
         Raises OperationStillRunsError if one has not ended after `timeout_s`, torch's error if the device has failed.
         """
         begun_s = time.monotonic()
+        for group, thread in self._aborts.items():
+            thread.join(max(0.0, begun_s + timeout_s - time.monotonic()))
+            if thread.is_alive():
+                running = f"the abort of the communicator of {group.place}"
+                raise OperationStillRunsError(running, time.monotonic() - begun_s)
         self._prune()
         while self._launched:
             if time.monotonic() - begun_s > timeout_s:
@@ -306,6 +334,8 @@ class Fence:
             self._prune()
         if torch.cuda.is_available():
             self._wait_for_device(begun_s + timeout_s)
+        if self._not_aborted:
+            raise OperationStillRunsError("; ".join(self._not_aborted), time.monotonic() - begun_s)
         # Destructors of gloo's groups join their worker threads, which may hang for ever. So the last reference is
         # dropped in a thread of its own.
         natives = [group.native for group in self._groups]
@@ -378,7 +408,7 @@ class FencedGroup:
         sockets: GlooSockets | None,
         note: Callable[[Any, str], None],
     ) -> None:
-        self.native, self._place = native, f"{name} over ranks {', '.join(map(str, members))}"
+        self.native, self.place = native, f"{name} over ranks {', '.join(map(str, members))}"
         self.is_gloo = isinstance(native, dist.ProcessGroupGloo)
         self._sockets, self._note = sockets, note
         self.last = ""
@@ -399,13 +429,17 @@ class FencedGroup:
             return method
 
         def launched(*given: Any, **keywords: Any) -> Any:
+            for options in given:
+                # Without it torch returns no handle, as it makes the current stream wait itself.
+                if hasattr(options, "asyncOp"):
+                    options.asyncOp = True
             found = method(*given, **keywords)
             # What a graph captures is run by its replays: torch's handle of it never completes.
             captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
             if not hasattr(found, "is_completed"):
                 return found
             if not captured:
-                self.last = f"{name.strip('_')} of {self._place}"
+                self.last = f"{name.strip('_')} of {self.place}"
                 self._note(found, self.last)
             return StreamWork(found)
 

@@ -482,7 +482,12 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait until all live members have called this."""
-        return self.allreduce([torch.zeros(1, device=self._groups.device)])
+        work = self.allreduce([torch.zeros(1, device=self._groups.device)])
+        if self._groups.is_inside:
+            # As over NCCL: what follows may be files, not kernels.
+            work.wait()
+            self._groups.synchronize()
+        return work
 
     def _whole_only(self, name: str, outputs: Sequence[torch.Tensor], launch: Launch) -> Work:
         def checked(native: Any, outputs: list[torch.Tensor]) -> Any:

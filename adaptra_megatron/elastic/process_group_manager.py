@@ -87,6 +87,10 @@ Made = TypeVar("Made")
 SLICE = timedelta(milliseconds=20)
 """Longest uninterrupted part of a wait: between two parts the set of live ranks is checked."""
 _NAME = "adaptra"
+_NOT_OF_NCCL = "DESYNC_DEBUG", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR", "WAIT_TIMEOUT_DUMP_MILSEC", "RETHROW_CUDA_ERRORS"
+_IN_DRIVER_S = 1.0
+"""Time after which the training thread, should it not have left the generation, counts as blocked in the driver."""
+_POLL_S = 1e-4
 
 
 def live_groups(config: AdaptraConfig) -> FaultTolerantGroups | None:
@@ -171,6 +175,10 @@ class FaultTolerantGroups:
         # `adaptra launch` as torchrun, set 1 (tear the process down) where the user has set nothing.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # waits of streams would be waits of threads
+        # The watchdog would write to the job's store for good that a rank has failed, wait for a minute, and end the
+        # process for an error of its device, or of another rank (ProcessGroupNCCL.cpp).
+        for name in _NOT_OF_NCCL:
+            os.environ[f"TORCH_NCCL_{name}"] = "0"
         for name in ("init_process_group", "new_group"):
             self._replace(name)
         named = dist.get_backend
@@ -253,6 +261,17 @@ class FaultTolerantGroups:
     def device(self) -> torch.device:
         """Device of the tensors of barriers and of collectives of objects."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def interrupt(self) -> None:
+        """End the waits of the training thread, from any thread, as the set of live ranks has changed."""
+        self.ended.set()
+        if torch.cuda.is_available():
+            DeviceThread(self._abort_late, "adaptra-interrupt", (self._fence,)).start()
+
+    def _abort_late(self, fence: Fence) -> None:
+        # The training thread may be in the driver, behind a kernel that waits for a failed rank: no check ends that.
+        time.sleep(_IN_DRIVER_S)
+        fence.abort()
 
     # What each generation puts behind them.
 
@@ -525,6 +544,7 @@ class FaultTolerantGroups:
             self.check()
             if time.monotonic() >= deadline_s:
                 raise LateRankError(f"timed out: the device has not done its work within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)  # event.query holds the GIL, and links may have to send
 
     def operations(self) -> dict[str, int]:
         """Return the number of operations outside of calls since the last commit, by name of their group."""

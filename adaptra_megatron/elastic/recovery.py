@@ -594,6 +594,6 @@ class RecoveryManager:
 
     def _interrupt(self) -> None:
         """End the waits of the training thread, in any thread."""
-        self._groups.ended.set()
+        self._groups.interrupt()
         for callback in self._callbacks:
             callback()

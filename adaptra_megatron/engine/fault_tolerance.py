@@ -238,6 +238,7 @@ class Recovery(IterationHooks):
         if generation.id != self._digested:
             scheduler = None if self._feature.training is None else self._feature.training.scheduler
             steps = 0 if scheduler is None else int(scheduler.num_steps)
+            self._groups.synchronize()  # with checks: it reads what has been gathered
             self._digest = digest_of(call.model_chunks, self.pipeline.iterations, steps)
         # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
         return attempt(call, self.manager.turn)
@@ -298,7 +299,7 @@ class Recovery(IterationHooks):
         contributed = tokens.clone() if call.config.calculate_per_token_loss else None
         finish()
         if self.manager.generation.dead_cells:
-            self._kept.average_sums(data_parallel_group(call.groups))
+            self._kept.average_sums(data_parallel_group(call.groups), self._groups.synchronize)
             mark_averaged(call.groups)
         self._groups.synchronize()
         if contributed is None:

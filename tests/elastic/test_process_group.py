@@ -248,6 +248,81 @@ def stuck_fence(*, aborted: bool) -> Fence:
     return fence
 
 
+class AbortedAfter:
+    """A communicator over NCCL whose kernels are queued behind those of another one, or whose abort fails."""
+
+    def __init__(self, other: threading.Event | None = None, error: str = "") -> None:
+        self.aborted = threading.Event()
+        self._other, self._error = other, error
+
+    def abort(self) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+        if self._other is not None:
+            assert self._other.wait(30.0)
+        self.aborted.set()
+
+
+def test_communicators_are_aborted_at_once_and_none_keeps_the_others() -> None:
+    behind = AbortedAfter()
+    natives = AbortedAfter(behind.aborted), behind
+    fence = Fence()
+    for number, native in enumerate(natives):
+        fence.guarded(native, f"data#{number}", (0, 1), None)
+    fence.close()
+    fence.wait(20.0)
+    assert all(native.aborted.is_set() for native in natives)
+
+
+def test_a_communicator_that_cannot_be_aborted_ends_this_rank_alone() -> None:
+    fence, other = Fence(), AbortedAfter()
+    fence.guarded(AbortedAfter(error="unhandled cuda error"), "data#0", (0, 1), None)
+    fence.guarded(other, "data#1", (0, 1), None)
+    fence.close()
+    with pytest.raises(OperationStillRunsError, match=r"data#0 over ranks 0, 1 \(unhandled cuda error\)"):
+        fence.wait(20.0)
+    assert other.aborted.is_set()
+    fence = Fence()
+    fence.guarded(AbortedAfter(threading.Event()), "data#2", (0, 1), None)
+    fence.close()
+    with pytest.raises(OperationStillRunsError, match="the abort of the communicator of data#2 over ranks 0, 1"):
+        fence.wait(0.1)
+
+
+def test_a_training_thread_in_the_driver_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, native = FaultTolerantGroups(), AbortedAfter()
+    groups._fence.guarded(native, "data#0", (0, 1), None)
+    monkeypatch.setattr(process_group_manager, "_IN_DRIVER_S", 0.05)
+    groups.interrupt()
+    assert not native.aborted.wait(0.2), "on CPUs each wait has checks"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    groups.interrupt()
+    assert native.aborted.wait(20.0)
+
+
+def test_synchronous_operations_over_nccl_return_handles() -> None:
+    """torch returns none where the caller is to be made to wait, and ours wait with checks."""
+
+    def allreduce(_tensors: Any, options: Any) -> Any:
+        return OverNccl() if options.asyncOp else None
+
+    group = FencedGroup(SimpleNamespace(allreduce=allreduce), "data", (0, 1), None, lambda *_: None)
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    FaultTolerantGroups().wait_for(group.allreduce([torch.ones(1)], options))
+
+
+def test_a_barrier_in_a_call_holds_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron writes that a checkpoint is complete after one."""
+    groups, group = without_rank_1()
+    monkeypatch.setattr(groups, "native", lambda *_: Native())
+    waited: list[bool] = []
+    monkeypatch.setattr(groups, "synchronize", lambda: waited.append(groups.is_inside))
+    with groups.call():
+        group.barrier()
+    assert waited == [True]
+
+
 def test_an_operation_that_does_not_end_is_named() -> None:
     said = r"^allreduce of data#0 over ranks 0, 2 has not ended [0-9.]+ s after"
     with pytest.raises(OperationStillRunsError, match=said):

@@ -159,8 +159,10 @@ def test_sums_of_redistributed_micro_batches_are_averaged_as_all_would(
     state.keep()
     if computes:
         sums += torch.tensor([3.0, 4.0])
-    state.average_sums(cast(Any, SimpleNamespace(size=lambda: 4, members=(0, 2))))
-    assert sizes == [2]
+    waited: list[int] = []
+    group: Any = SimpleNamespace(size=lambda: 4, members=(0, 2))
+    state.average_sums(group, lambda: waited.append(len(sizes)))
+    assert (sizes, waited) == ([2], [0]), "the device is waited for with checks before it is read from"
     assert sums.tolist() == ([1.0 + 2 * 3.0 / 4, 2 * 4.0 / 4] if computes else [1.0, 0.0])
 
 

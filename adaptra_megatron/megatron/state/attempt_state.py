@@ -23,7 +23,7 @@ launches per iteration.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -96,9 +96,10 @@ class AttemptState:
             while delayed is not None and not delayed.empty():
                 delayed.get()
 
-    def average_sums(self, group: FaultTolerantGroup) -> None:
+    def average_sums(self, group: FaultTolerantGroup, synchronize: Callable[[], None]) -> None:
         """Replace what this attempt has added to the sums by its mean over all members of `group`, which is of one
         stage, and what was there before by its mean over the live ones. Collective; raises as an operation in a call.
+        `synchronize`: waits for the device with checks.
         """
         sums = logged_sums()
         means = [torch.zeros(0, device=current_device())]
@@ -110,6 +111,7 @@ class AttemptState:
         # A rank that has been started again has no sums before its first forward, and routes may leave it without one.
         most = torch.tensor([flat.numel()], device=flat.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        synchronize()
         if not most:
             return
         flat = flat if sums else flat.new_zeros(int(most))
