@@ -87,7 +87,14 @@ Made = TypeVar("Made")
 SLICE = timedelta(milliseconds=20)
 """Longest uninterrupted part of a wait: between two parts the set of live ranks is checked."""
 _NAME = "adaptra"
-_NOT_OF_NCCL = "DESYNC_DEBUG", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR", "WAIT_TIMEOUT_DUMP_MILSEC", "RETHROW_CUDA_ERRORS"
+_TURNED_OFF = (
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_DESYNC_DEBUG"),
+    *("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_PROPAGATE_ERROR", "TORCH_NCCL_RETHROW_CUDA_ERRORS"),
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)
+"""Variables of torch's NCCL groups that are set to 0. With blocking waits, waits of streams would be waits of threads.
+The watchdog would end the process when another rank or its own device fails, and before that write to the job's store
+for good that a rank has failed, and wait for a minute (ProcessGroupNCCL.cpp)."""
 _IN_DRIVER_S = 1.0
 """Time after which the training thread, should it not have left the generation, counts as blocked in the driver."""
 _POLL_S = 1e-4
@@ -171,14 +178,9 @@ class FaultTolerantGroups:
                 "do not survive failures of their members"
             )
         dist.Backend.register_backend(_NAME, self._create, extended_api=True, devices=["cpu", "cuda"])
-        # torch's NCCL watchdog would otherwise end this process when another rank fails. Not setdefault: torchrun, and
-        # `adaptra launch` as torchrun, set 1 (tear the process down) where the user has set nothing.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # waits of streams would be waits of threads
-        # The watchdog would write to the job's store for good that a rank has failed, wait for a minute, and end the
-        # process for an error of its device, or of another rank (ProcessGroupNCCL.cpp).
-        for name in _NOT_OF_NCCL:
-            os.environ[f"TORCH_NCCL_{name}"] = "0"
+        # Not setdefault: torchrun, and `adaptra launch` as torchrun, set TORCH_NCCL_ASYNC_ERROR_HANDLING to 1 (tear the
+        # process down) where the user has set nothing.
+        os.environ.update(dict.fromkeys(_TURNED_OFF, "0"))
         for name in ("init_process_group", "new_group"):
             self._replace(name)
         named = dist.get_backend
