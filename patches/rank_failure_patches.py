@@ -89,8 +89,11 @@ def _progress(**counted: Any) -> Mapping[str, Any]:
     return {"iteration": args.curr_iteration, **counters, **counted}
 
 
-_LOADED: Mapping[str, Any] = dict.fromkeys(("load", "pretrained_checkpoint", "dump_param_to_param_group_map")) | {
-    "moe_use_upcycling": False
+_LOADED: Mapping[str, Any] = {
+    "load": None,
+    "pretrained_checkpoint": None,
+    "moe_use_upcycling": False,
+    "dump_param_to_param_group_map": None,
 }
 """Arguments with which Megatron neither reads nor writes files for which all ranks meet."""
 

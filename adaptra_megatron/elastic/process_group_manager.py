@@ -268,12 +268,13 @@ class FaultTolerantGroups:
         """End the waits of the training thread, from any thread, as the set of live ranks has changed."""
         self.ended.set()
         if torch.cuda.is_available():
-            DeviceThread(self._abort_late, "adaptra-interrupt", (self._fence,)).start()
+            DeviceThread(self._abort_late, "adaptra-interrupt").start()
 
-    def _abort_late(self, fence: Fence) -> None:
+    def _abort_late(self) -> None:
         # The training thread may be in the driver, behind a kernel that waits for a failed rank: no check ends that.
         time.sleep(_IN_DRIVER_S)
-        fence.abort()
+        if self.ended.is_set():  # else it has left, and the communicators are those of the next generation
+            self._fence.abort()
 
     # What each generation puts behind them.
 

@@ -297,6 +297,9 @@ def test_a_training_thread_in_the_driver_is_freed(monkeypatch: pytest.MonkeyPatc
     assert not native.aborted.wait(0.2), "on CPUs each wait has checks"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     groups.interrupt()
+    groups.ended.clear()  # as it enters the next generation
+    assert not native.aborted.wait(0.2), "those of the next generation go on"
+    groups.interrupt()
     assert native.aborted.wait(20.0)
 
 
