@@ -423,9 +423,14 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Gather several tensors, each as `all_gather_single`."""
-        gather = self._gathering(opts)
+        options = AllgatherOptions() if opts is None else opts
+        gather = self._gathering(options)
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
+            if self.whole and not native.is_gloo:
+                # Into place: parts in a list NCCL would gather into further memory, and torch copy from there.
+                pairs = zip(outputs, inputs, strict=True)
+                return CoalescedWork([native._allgather_base(each, given, options) for each, given in pairs])
             parts = [list(output.view(-1).chunk(self.size())) for output in outputs]
             return CoalescedWork(
                 [gather(native, each, given.reshape(-1)) for each, given in zip(parts, inputs, strict=True)]

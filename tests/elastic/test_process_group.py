@@ -183,6 +183,24 @@ def test_gathering_what_a_failed_rank_had_is_refused_unless_its_part_is_ignored(
     assert whole[1].item() == -1.0
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in-a-call"])
+def test_parameters_are_gathered_into_place_over_nccl(inside: bool) -> None:
+    """As copies of all parameters would cost time and memory in each iteration."""
+    groups, group = without_rank_1(failed=())
+    groups._inside = inside
+    gathered: list[torch.Tensor] = []
+
+    def gather(output: torch.Tensor, given: torch.Tensor, _options: object) -> Any:
+        gathered.append(output.copy_(given.repeat(REPLICAS)))
+        return Done()
+
+    groups._natives[group, "cpu"] = SimpleNamespace(is_gloo=False, _allgather_base=gather)  # type: ignore[assignment]
+    whole = [torch.zeros(REPLICAS), torch.zeros(2 * REPLICAS)]
+    group.all_gather_single_coalesced(whole, [torch.ones(1), torch.full((2,), 2.0)]).wait()
+    assert [each.tolist() for each in whole] == [[1.0] * REPLICAS, [2.0] * 2 * REPLICAS]
+    assert [each is output for each, output in zip(gathered, whole, strict=True)] == [inside] * 2
+
+
 def called_in(module: str, act: Callable[[], object]) -> Callable[[], object]:
     """`act`, called by code of a module of this name."""
     called: Callable[[], object] = eval("lambda: act()", {"__name__": module, "act": act})

@@ -442,22 +442,24 @@ class DetectorPlace(NamedTuple):
 
 def declare_slower_than_peers(
     settled: Mapping[DetectorPlace, Series],
-    newly_settled: Iterable[DetectorPlace],
+    compared: set[DetectorPlace],
     changes: ChangeSettings,
     iteration: int,
     action_s: float,
 ) -> dict[DetectorPlace, Change]:
-    """Declare each of `newly_settled` slow whose level is far above the median of its peers. Return the changes.
+    """Declare each series slow whose level is far above the median of its peers. Return the changes.
+
+    Each is compared once, and is among `compared` then: later it is judged by its own past. A level that exceeds its
+    peers' by less than its own noise, as one of few probes on a busy host, is compared again after the next iteration.
 
     Peers are the same position in other pipelines. If there are too few, peers are other positions of its own pipeline
     with the same work: in an uneven pipeline, a stage with more layers is not slow.
     """
-    newly_settled = list(newly_settled)
-    if not newly_settled:
-        return {}
-    levels_s = {place: series.window.level().value for place, series in settled.items()}
+    new = [place for place in settled if place not in compared]
+    compared.update(new)
+    levels_s = {place: series.window.value for place, series in settled.items()} if new else {}
     declared: dict[DetectorPlace, Change] = {}
-    for place in newly_settled:
+    for place in new:
         alike = {other: level_s for other, level_s in levels_s.items() if other.sort == place.sort and other != place}
         peers = [level_s for other, level_s in alike.items() if other.position == place.position]
         factor, who = changes.replica_factor, f"the same of {len(peers)} other pipelines"
@@ -471,7 +473,11 @@ def declare_slower_than_peers(
         excess_s = levels_s[place] - usual_s
         if series.state is State.SLOW or levels_s[place] <= factor * usual_s:
             continue
-        if excess_s >= changes.material_s(usual_s, action_s):
+        if excess_s < changes.material_s(usual_s, action_s):
+            continue
+        if excess_s < changes.sigmas * series.window.level().error:
+            compared.remove(place)
+        else:
             evidence = f"comparison with {who}, at {seconds(usual_s)}"
             declared[place] = series.declare_slow(max(0.0, usual_s), iteration, evidence)
     return declared
@@ -518,7 +524,7 @@ class Detector:
         self._action_s = 0.0
         """Approximate median seconds of an action, over all stages, in the latest undisturbed iteration."""
         self._compared: set[DetectorPlace] = set()
-        """Places whose first level has been compared with their peers'."""
+        """Places whose first level has been compared with their peers' for good."""
 
     def observe(self, sample: IterationSample) -> list[Finding]:
         """Take in one iteration; return its findings, stages first, then links, each in order of their names.
@@ -608,7 +614,7 @@ class Detector:
         }
         changes: dict[StageId, dict[KindAndChunk, Change]] = defaultdict(dict)
         before = {identity: tracker.state for identity, tracker in self._stages.items()}
-        for place, change in self._compare(settled, self._settings.stage, iteration):
+        for place, change in self._compare(settled, self._settings.stage, iteration).items():
             changes[StageId(place.pipeline, place.position)][place.sort] = change
         return [
             self._stages[identity].report(iteration, before[identity], changed)
@@ -622,15 +628,12 @@ class Detector:
             if tracker.series.settled
         }
         findings = []
-        for place, change in sorted(self._compare(settled, self._settings.link, iteration)):
+        for place, change in sorted(self._compare(settled, self._settings.link, iteration).items()):
             source, target = place.position
             findings.append(self._links[LinkId(place.pipeline, source, target, place.sort)].report(iteration, change))
         return findings
 
     def _compare(
         self, settled: Mapping[DetectorPlace, Series], changes: ChangeSettings, iteration: int
-    ) -> list[tuple[DetectorPlace, Change]]:
-        # Once, at its first level: later changes are judged by its own past.
-        new = [place for place in settled if place not in self._compared]
-        self._compared.update(new)
-        return list(declare_slower_than_peers(settled, new, changes, iteration, self._action_s).items())
+    ) -> Mapping[DetectorPlace, Change]:
+        return declare_slower_than_peers(settled, self._compared, changes, iteration, self._action_s)

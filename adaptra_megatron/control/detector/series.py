@@ -204,6 +204,13 @@ class Level(NamedTuple):
     """Standard deviation of the iterations' medians, from their median absolute deviation; 0 for few iterations."""
     iterations: int
     until_iteration: int
+    values: int
+    """Number of values in all these iterations."""
+
+    @property
+    def error(self) -> float:
+        """Expected standard deviation of `value`."""
+        return max(self.scatter / math.sqrt(self.iterations), self.spread / math.sqrt(self.values))
 
     def noise(self, count: int) -> float:
         """Return the expected standard deviation of the median of `count` values.
@@ -246,12 +253,13 @@ class Window:
         """Return the level of all iterations in the window, at least one."""
         if self._level is None:
             value, count = self.value, len(self._batches)
-            low, lower, upper, high = quantiles(np.sort(self._values(count)).tolist(), 0.1, 0.25, 0.75, 0.9)
+            values = np.sort(self._values(count)).tolist()
+            low, lower, upper, high = quantiles(values, 0.1, 0.25, 0.75, 0.9)
             scatter = 0.0
             if count >= _ENOUGH_ITERATIONS:
                 scatter = _SCALE * quantiles(sorted(abs(batch.median - value) for batch in self._batches), 0.5)[0]
             until = self._batches[-1].iteration
-            self._level = Level(value, low, high, upper - lower, scatter, count, until)
+            self._level = Level(value, low, high, upper - lower, scatter, count, until, len(values))
         return self._level
 
     def latest_quantile(self, fraction: float, iterations: int) -> float:
@@ -377,7 +385,8 @@ class Series:
         """Declare the present level slow compared with peers. `healthy_s`: the peers' level, as there is no healthy
         past."""
         level = self.window.level()
-        self._baseline = level._replace(value=healthy_s, scatter=0.0)
+        # Noise grows with the level: with that of the slow one, it would soon seem healthy.
+        self._baseline = level._replace(value=healthy_s, scatter=0.0, spread=level.spread * healthy_s / level.value)
         # All values so far are slow ones, so a recovery starts with none.
         self._healthy_window = Window(self._settings.baseline_iterations)
         return self._fall(iteration, iteration, level.value, healthy_s, evidence)._replace(of_others=True)
