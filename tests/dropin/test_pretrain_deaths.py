@@ -6,10 +6,12 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
+from support.processes import RankResult
 
 from campaigns.dying_trainings import BACK, KILLED, dumped, last
 from testing.jobs.fault_tolerant_jobs import run_with_failures
@@ -34,16 +36,7 @@ def test_the_numbers_are_those_of_stock_up_to_rounding(dying: int, tmp_path: Pat
     the log. Losses of a rank that dies after its commit are in no sum of losses."""
     same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT)
     pretrain(RANKS, tmp_path / "stock", *same)
-    emulated = ("--emulate-death", f"{dying}:3:+15")
-    results = pretrain(
-        RANKS,
-        tmp_path / "ours",
-        *same,
-        *OURS,
-        emulated=emulated,
-        run=run_with_failures,
-        CUDA_DEVICE_MAX_CONNECTIONS="8",
-    )
+    results = pretrain_with_death(RANKS, tmp_path / "ours", *same, death=f"{dying}:3:+15")
     assert [result.returncode for result in results] == [KILLED if rank == dying else 0 for rank in range(RANKS)]
     for rank in set(range(RANKS)) - {dying}:
         check_near(dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank))
@@ -60,20 +53,13 @@ def test_a_rank_that_is_started_again_goes_on_where_the_others_are(
     """Also where its datasets take longer to build than the others would wait for it."""
     same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *flags)
     pretrain(RANKS, tmp_path / "stock", *same)
-    emulated = ("--emulate-death", f"{dying}:2:+15", "--emulate-wait-for-arrivals", "4", "--emulate-data-ms", "5000")
-    run = functools.partial(run_with_failures, restarts=1)
-    ours = (*same, *OURS)
-    if flags == LOADING:
-        ours = (*ours, "--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"))
-    results = pretrain(
-        RANKS, tmp_path / "ours", *ours, emulated=emulated, run=run, timeout_s=280.0, CUDA_DEVICE_MAX_CONNECTIONS="8"
+    saved = str(tmp_path / "saved")
+    ours = (*same, "--save", saved, "--load", saved) if flags == LOADING else same
+    results = pretrain_with_return(
+        RANKS, tmp_path / "ours", *ours, death=f"{dying}:2:+15", returned_at=4, emulated=("--emulate-data-ms", "5000")
     )
-    assert [result.returncode for result in results] == [0] * RANKS
-    assert BACK in results[dying].output
     assert not any("not admitted" in result.output for result in results)
-    for rank in range(RANKS):
-        stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank)
-        check_near(last(stock, ours) if rank == dying else stock, ours)
+    check_all_near(RANKS, tmp_path, returned=dying)
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer",)])
@@ -82,53 +68,26 @@ def test_checkpoints_in_the_background_are_complete_or_given_up(flags: tuple[str
     parts are kept from one save to the next, by those that have lived that long alone. Stock goes on from the last."""
     saved = tmp_path / "saved"
     same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *flags)
-    background = (
-        "--save",
-        str(saved),
-        "--save-interval",
-        "4",
-        "--async-save",
-        "--ckpt-assume-constant-structure",
-        "--use-persistent-ckpt-worker",
-    )
-    emulated = ("--emulate-death", "1:4:+15", "--emulate-wait-for-arrivals", "6", "--emulate-write-ms", "10000")
-    run = functools.partial(run_with_failures, restarts=1)
-    results = pretrain(
+    background = ("--async-save", "--ckpt-assume-constant-structure", "--use-persistent-ckpt-worker")
+    results = pretrain_with_return(
         RANKS,
         tmp_path / "ours",
-        *(*same, *OURS, *background),
-        emulated=emulated,
-        run=run,
-        timeout_s=280.0,
-        CUDA_DEVICE_MAX_CONNECTIONS="8",
+        *(*same, *background, "--save", str(saved), "--save-interval", "4"),
+        death="1:4:+15",
+        returned_at=6,
+        emulated=("--emulate-write-ms", "10000"),
     )
-    assert [result.returncode for result in results] == [0] * RANKS
-    assert BACK in results[1].output
     assert "it is given up, the one before it stays the newest" in results[0].output
     assert (saved / LATEST).read_text() == str(ITERATIONS)
     assert not unreadable(saved)
     if flags:
         return  # Megatron's distributed optimizer does not load the state of torch's Adam
-    pretrain(RANKS, tmp_path / "stock", *same, "--train-iters", "10")
-    pretrain(
-        RANKS,
-        tmp_path / "goes-on",
-        *same,
-        "--train-iters",
-        "10",
-        "--load",
-        str(saved),
-        "--override-opt-param-scheduler",
-    )
+    same = (*same, "--train-iters", "10")
+    pretrain(RANKS, tmp_path / "stock", *same)
+    pretrain(RANKS, tmp_path / "goes-on", *same, "--load", str(saved), "--override-opt-param-scheduler")
     for rank in range(RANKS):
         stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "goes-on", rank)
         check_near(last(stock, ours), ours)
-
-
-def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
-    distances = relative_distances(stock, ours)
-    assert max(share for name, share in distances.items() if name != "losses") <= 1e-5, distances
-    assert distances.get("losses", 0.0) <= 1e-2
 
 
 def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
@@ -137,14 +96,8 @@ def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--disable-bias-linear")
     same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *experts, "--moe-aux-loss-coeff", "1e-2", "--train-iters", "5")
     stock = pretrain(8, tmp_path / "stock", *same)
-    ours = pretrain(
-        8,
-        tmp_path / "ours",
-        *(*same, *OURS, "--save-interval", "4", "--save", str(tmp_path / "saved")),
-        emulated=("--emulate-death", "1:2:+15"),
-        run=run_with_failures,
-        CUDA_DEVICE_MAX_CONNECTIONS="8",
-    )
+    saving = ("--save-interval", "4", "--save", str(tmp_path / "saved"))
+    ours = pretrain_with_death(8, tmp_path / "ours", *same, *saving, death="1:2:+15")
     assert [result.returncode for result in ours] == [1, KILLED, *[0] * 6]
     for rank in range(2, 8):
         check_near(dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank))
@@ -165,20 +118,8 @@ def test_a_rank_without_parameters_of_a_group_that_others_have_comes_back(tmp_pa
     same = (*LAYOUT, "--pipeline-model-parallel-size", "3", "--num-layers", "3", *MOCK_DATA, *NO_DROPOUT)
     same = (*same, "--decoupled-lr", "5e-4", "--untie-embeddings-and-output-weights")
     pretrain(6, tmp_path / "stock", *same)
-    results = pretrain(
-        6,
-        tmp_path / "ours",
-        *(*same, *OURS),
-        emulated=("--emulate-death", "2:2:+15", "--emulate-wait-for-arrivals", "4"),
-        run=functools.partial(run_with_failures, restarts=1),
-        timeout_s=280.0,
-        CUDA_DEVICE_MAX_CONNECTIONS="8",
-    )
-    assert [result.returncode for result in results] == [0] * 6
-    assert BACK in results[2].output
-    for rank in range(6):
-        stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank)
-        check_near(last(stock, ours) if rank == 2 else stock, ours)
+    pretrain_with_return(6, tmp_path / "ours", *same, death="2:2:+15", returned_at=4)
+    check_all_near(6, tmp_path, returned=2)
 
 
 def test_a_rank_that_is_back_counts_samples_and_operations_as_the_others(tmp_path: Path) -> None:
@@ -188,18 +129,8 @@ def test_a_rank_that_is_back_counts_samples_and_operations_as_the_others(tmp_pat
     same = ("--pipeline-model-parallel-size", "2", *MOCK_DATA, *NO_DROPOUT, "--eval-iters", "0", "--eval-interval", "9")
     saving = ("--save-interval", str(ITERATIONS), "--save")
     pretrain(RANKS, tmp_path / "stock", *same, *saving, str(tmp_path / "stock-saved"), training=training)
-    results = pretrain(
-        RANKS,
-        tmp_path / "ours",
-        *(*same, *OURS, *saving, str(tmp_path / "saved")),
-        training=training,
-        emulated=("--emulate-death", "0:2:+15", "--emulate-wait-for-arrivals", "5"),
-        run=functools.partial(run_with_failures, restarts=1),
-        timeout_s=280.0,
-        CUDA_DEVICE_MAX_CONNECTIONS="8",
-    )
-    assert [result.returncode for result in results] == [0] * RANKS
-    assert BACK in results[0].output
+    ours = (*same, *saving, str(tmp_path / "saved"))
+    pretrain_with_return(RANKS, tmp_path / "ours", *ours, death="0:2:+15", returned_at=5, training=training)
     counts = [_counts(tmp_path / saved / f"iter_{ITERATIONS:07}") for saved in ("stock-saved", "saved")]
     assert counts[0] == counts[1]
     assert all(counts[0])
@@ -208,3 +139,38 @@ def test_a_rank_that_is_back_counts_samples_and_operations_as_the_others(tmp_pat
 def _counts(checkpoint: Path) -> tuple[int, float]:
     found = torch.load(checkpoint / "common.pt", weights_only=False)
     return found["args"].consumed_train_samples, found["num_floating_point_operations_so_far"]
+
+
+def pretrain_with_death(
+    ranks: int, directory: Path, *flags: str, death: str, emulated: tuple[str, ...] = (), **how: Any
+) -> list[RankResult]:
+    """Run pretrain_gpt.py with recovery. `death`: rank, iteration and when in it (--emulate-death)."""
+    emulated = ("--emulate-death", death, *emulated)
+    run = functools.partial(run_with_failures, restarts=how.pop("restarts", 0))
+    return pretrain(ranks, directory, *flags, *OURS, emulated=emulated, run=run, CUDA_DEVICE_MAX_CONNECTIONS="8", **how)
+
+
+def pretrain_with_return(
+    ranks: int, directory: Path, *flags: str, death: str, returned_at: int, emulated: tuple[str, ...] = (), **how: Any
+) -> list[RankResult]:
+    """Do as `pretrain_with_death`; the rank is started again, and iteration `returned_at` waits for it."""
+    emulated = ("--emulate-wait-for-arrivals", str(returned_at), *emulated)
+    results = pretrain_with_death(
+        ranks, directory, *flags, death=death, emulated=emulated, restarts=1, timeout_s=280.0, **how
+    )
+    assert [result.returncode for result in results] == [0] * ranks
+    assert BACK in results[int(death.partition(":")[0])].output
+    return results
+
+
+def check_all_near(ranks: int, directory: Path, *, returned: int) -> None:
+    """Compare all ranks with stock's: the one that has `returned` has the iterations since then alone."""
+    for rank in range(ranks):
+        stock, ours = dumped(directory / "stock", rank), dumped(directory / "ours", rank)
+        check_near(last(stock, ours) if rank == returned else stock, ours)
+
+
+def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
+    distances = relative_distances(stock, ours)
+    assert max(share for name, share in distances.items() if name != "losses") <= 1e-5, distances
+    assert distances.get("losses", 0.0) <= 1e-2
