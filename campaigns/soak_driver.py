@@ -65,6 +65,8 @@ class SoakDriver:
         self._last_iteration = length - 1
         self._plan = [fault for fault in plan if not fault.kind.inside]
         self._delegates: dict[int, int] = {}
+        self._stopped = set[int]()
+        """Delegates that were stopped. One may go on before it is replaced."""
 
     def run(self) -> None:
         """Returns when all faults are done, or the job is over; what went wrong is in `problems`."""
@@ -106,9 +108,9 @@ class SoakDriver:
                 continue
             self.footprint.delegates.add(delegate)
             known = self._delegates.setdefault(stage, delegate)
-            if delegate != known:
+            if delegate != known and known not in self._stopped:
                 replaced.append(f"stage {stage}: delegate {known} was replaced by {delegate}, and no fault says why")
-                self._delegates[stage] = delegate
+            self._delegates[stage] = delegate
         if all(progress.iteration(stage) < self._last_iteration for stage in range(self._stages)):
             self.problems += replaced
 
@@ -153,9 +155,9 @@ class SoakDriver:
         return at_s
 
     def _stop_delegate(self, fault: Fault) -> float:
-        at_s = self._hold(self._delegate(fault), fault)
-        self._delegates.pop(fault.stage, None)
-        return at_s
+        delegate = self._delegate(fault)
+        self._stopped.add(delegate)
+        return self._hold(delegate, fault)
 
     def _signal_delegate(self, fault: Fault) -> float:
         """As a scheduler does to all processes of a job: the delegate must still be there at the next look around."""

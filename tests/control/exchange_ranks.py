@@ -227,6 +227,7 @@ def measure_late() -> None:
     exchange.post(0, measurement(0))
     time.sleep(1.5)
     exchange.post(1, measurement(1))
+    until_decided(exchange, DELAY + 1)
     assert exchange.decision(DELAY + 1).number == 1
     dist.barrier()
     exchange.close()
@@ -261,7 +262,7 @@ def lose_a_rank() -> None:
     exchange = exchange_of(lambda _: Decision(1))
     exchange.post(0, measurement(0))
     dist.barrier()
-    time.sleep(0.5)
+    until_decided(exchange, DELAY)
     assert exchange.decision(DELAY) == Decision(1)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -94,8 +94,8 @@ def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, caplo
 
     def look() -> None:
         time.sleep(1.0)
-        process.wait()
         seen.append(time.monotonic())
+        process.wait()
 
     launcher = threading.Thread(target=look)
     launcher.start()

@@ -24,7 +24,8 @@ def test_gradients_are_finalized_before_the_device_is_waited_for(
     arguments = (
         f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} "
         f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {ITERATIONS} "
-        f"--emulate-compute-ms 5,5,5 --emulate-slow-link 0-1:latency_ms=40 --adaptra --adaptra-max-in-flight 6 "
+        f"--emulate-prompt-planner --emulate-compute-ms 5,5,5 --emulate-slow-link 0-1:latency_ms=40 "
+        f"--adaptra --adaptra-max-in-flight 6 "
         f"--adaptra-trace-dir {run}"
     )
     start_ranks(STAGES, [PROGRAM, str(output), *arguments.split()], timeout_s=80.0)

@@ -10,8 +10,8 @@ import pytest
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
 
-ITERATIONS = 12
-MODEL = "--mock-data --no-gradient-accumulation-fusion --eval-iters 1 --eval-interval 6"
+ITERATIONS = 30
+MODEL = "--mock-data --no-gradient-accumulation-fusion --eval-iters 1 --eval-interval 15"
 LAYOUTS = {
     "pp2-bf16": (2, "--pipeline-model-parallel-size 2 --num-layers 2 --global-batch-size 8 --bf16"),
     "pp3-vpp2": (

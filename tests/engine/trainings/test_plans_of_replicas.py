@@ -27,7 +27,14 @@ def test_replicas_on_plans_of_their_own_reduce_as_stock(fork_server: ForkServer,
         "--global-batch-size 16 --mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 "
         f"--train-iters {ITERATIONS} --overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather"
     ).split()
-    ours = ["--adaptra", "--emulate-compute-ms", "5,5,5", "--emulate-link-story", str(story)]
+    ours = [
+        "--adaptra",
+        "--emulate-prompt-planner",
+        "--emulate-compute-ms",
+        "5,5,5",
+        "--emulate-link-story",
+        str(story),
+    ]
     stock, apart = run_variants(
         4,
         [Variant("stock", tuple(training)), Variant("apart", (*training, *ours), like="stock")],

@@ -24,7 +24,7 @@ STRUCK_RANKS = str(Path(__file__).with_name("struck_ranks.py"))
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUT = Layout(3, 2, flags=f"{SHARDED} --calculate-per-token-loss --mock-data-padded")
 DYING = 1
-SHORT_S, TIMEOUT_S, END_S = 2.0, 3.0, 30.0
+SHORT_S, TIMEOUT_S, END_S = 2.0, 8.0, 30.0
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from testing.faults.operation_board import (
 )
 from testing.training.exact_sums import LARGEST, STEP, make_sums_exact
 
-LATE_S, ENDS_S = 0.3, 10.0
+LATE_S, ENDS_S = 1.0, 10.0
 until = partial(waiting.until, limit_s=ENDS_S)
 GROUP = "DATA_PARALLEL_GROUP#0"
 FORCED = f"1:2:in:DATA_PARALLEL:{LATE_S}"

@@ -20,6 +20,7 @@ from adaptra_megatron.transport.link_paths import Path, PathSettings
 from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, Transport, TransportError
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
+from testing.waiting import until
 
 SHAPE = (64, 4)
 ROUNDS = 20
@@ -129,7 +130,7 @@ def main(path: str, name: str) -> None:
         transport = host_transport(HostSettings(transport="shm", timeout_s=30.0, grace_s=2.0), paths)
     transport.describe(TensorSpecification(SHAPE, torch.float32, CPU))
     if path == "dual":
-        time.sleep(1.0)  # the device path comes up
+        until(lambda: all(each._paths.sender.device_healthy for each in transport._links.values()), "no device path")  # type: ignore[attr-defined]
     SCENARIOS[name](transport)
     dist.barrier()
     transport.close()

@@ -8,8 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
-ROUNDS = 3
-"""The quickest counts: in the others the machine may have had something else to do."""
+ROUNDS = 8
+"""The quickest counts: in the others the machine may have had something else to do, for a second at a time."""
 
 
 def together(source: int) -> float:
