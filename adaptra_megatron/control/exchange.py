@@ -68,13 +68,9 @@ def order_key(number: int, cell: str) -> str:
 
 
 class PollSchedule:
-    """Times to poll the store for a key that is not there yet."""
+    """Times to poll the store for a key that is not there yet: at short intervals first, as it may be written soon."""
 
     def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Start polling at short intervals again: the key may be written soon."""
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, 1.5)
         self.looked()
 
@@ -202,7 +198,7 @@ class DecisionReader:
 
     def _begin_polling(self) -> None:
         """Poll the store for missing keys, at short intervals at first. The caller holds `_news`."""
-        self._polls.begin()
+        self._polls = PollSchedule()
         self._news.notify_all()
         if self._poller is None:
             self._poller = threading.Thread(target=self._poll_store, name="adaptra-polls", daemon=True)
@@ -218,7 +214,10 @@ class DecisionReader:
                     if not self._polling:
                         self._poller = None
                         return
-                self._poll()
+                    # A poll counts for the schedule that it began by: a new one may be for another key.
+                    polls, wanted = self._polls, self._wanted
+                self._poll(wanted)
+                polls.looked()
         except RuntimeError as error:
             self.fail(error)
 
@@ -241,13 +240,12 @@ class DecisionReader:
             for iteration, packet in self._link.receive():
                 self._take(iteration, packet)
 
-    def _poll(self) -> None:
+    def _poll(self, wanted: int | None) -> None:
         if self._address is None and (found := self._peek(PLANNER_KEY)) is not None:
             self._address = address_of(found)
             self._wake()
-        if (wanted := self._wanted) is not None and (found := self._peek(decision_key(wanted))) is not None:
+        if wanted is not None and (found := self._peek(decision_key(wanted))) is not None:
             self._take(wanted, found)
-        self._polls.looked()
 
     def _peek(self, key: str) -> bytes | None:
         with self._asking:

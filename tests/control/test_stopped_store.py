@@ -24,6 +24,7 @@ from adaptra_megatron.control.exchange import (
     LONGEST_PAUSE_S,
     DecisionPublisher,
     DecisionReader,
+    PollSchedule,
     decision_key,
 )
 from adaptra_megatron.control.sidecar.planner_connections import HEAD, PLANNER_KEY, Address, framed
@@ -82,7 +83,9 @@ def stopped() -> Iterator[StoppedStore]:
     store.goes_on.set()
 
 
-def test_a_store_is_looked_into_often_once_the_training_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("looks", [False, True], ids=["between-looks", "as-it-looks"])
+def test_a_store_is_looked_into_often_once_the_training_waits(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it begins to wait while the store is looked into, for something else."""
     control = ControlOver(HashStore())
     store, reader = control.client("here"), DecisionReader(control, "here", layout([[0, 1]], 1), 10.0)
     (measurement, *_others) = MeasuredJob().measure(1.0)
@@ -97,6 +100,14 @@ def test_a_store_is_looked_into_often_once_the_training_waits(monkeypatch: pytes
                 store.set(key, encoded(Decision(DELAY)))
         return peek(key)
 
+    counted = PollSchedule.looked
+
+    def late(polls: PollSchedule) -> None:
+        if looks and getattr(polls, "_pause_s", 0.0) == LONGEST_PAUSE_S:
+            until(lambda: reader._wanted is not None)
+        counted(polls)
+
+    monkeypatch.setattr(PollSchedule, "looked", late)
     monkeypatch.setattr(reader._store, "peek", seen)
     reader.post(0, measurement)
     assert looked.acquire(timeout=60.0), "it looks for the planner process's address, ever more seldom"

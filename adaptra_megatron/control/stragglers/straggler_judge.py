@@ -22,8 +22,9 @@ logger = logger_of(__name__)
 
 KEPT = 6
 """Looks for which a cause counts after it was last seen, so that a varying one is not logged again and again."""
-_FIGURES_WITHIN = 4
-"""Looks to wait for a host's figures: they are read only while a cell of its stage is late; see HostSampler."""
+_FIGURES_WITHIN = 12
+"""Looks to wait for a host's figures. They are read only while a cell of its stage is late (HostSampler), so they come
+some looks of its rank later, which may be rarer than these."""
 _SEEN_EVERY_S, _SEEN_CELLS = 60.0, 256
 """Seconds between two events with the arrivals of all cells, and the number of cells up to which that holds; with more
 cells, events are rarer in proportion."""
