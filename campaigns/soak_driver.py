@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from campaigns.soak_processes import Process, delegate_of, pending, sockets, wait_until
@@ -65,8 +66,8 @@ class SoakDriver:
         self._last_iteration = length - 1
         self._plan = [fault for fault in plan if not fault.kind.inside]
         self._delegates: dict[int, int] = {}
-        self._stopped = set[int]()
-        """Delegates that were stopped. One may go on before it is replaced."""
+        self._stopped: dict[int, float] = {}
+        """When each delegate that was stopped went on. It may be replaced a little later."""
 
     def run(self) -> None:
         """Returns when all faults are done, or the job is over; what went wrong is in `problems`."""
@@ -108,6 +109,8 @@ class SoakDriver:
                 continue
             self.footprint.delegates.add(delegate)
             known = self._delegates.setdefault(stage, delegate)
+            if self._stopped.get(delegate, inf) < time.monotonic() - _WOULD_ACT_S:
+                del self._stopped[delegate]  # it stays
             if delegate != known and known not in self._stopped:
                 replaced.append(f"stage {stage}: delegate {known} was replaced by {delegate}, and no fault says why")
             self._delegates[stage] = delegate
@@ -156,8 +159,9 @@ class SoakDriver:
 
     def _stop_delegate(self, fault: Fault) -> float:
         delegate = self._delegate(fault)
-        self._stopped.add(delegate)
-        return self._hold(delegate, fault)
+        at_s = self._hold(delegate, fault)
+        self._stopped[delegate] = time.monotonic()
+        return at_s
 
     def _signal_delegate(self, fault: Fault) -> float:
         """As a scheduler does to all processes of a job: the delegate must still be there at the next look around."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_rank_that_is_started_again_goes_on_where_the_others_are(
         RANKS, tmp_path / "ours", *ours, death=f"{dying}:2:+15", returned_at=4, emulated=("--emulate-data-ms", "5000")
     )
     assert not any("not admitted" in result.output for result in results)
-    check_all_near(RANKS, tmp_path, returned=dying)
+    check_all_near(RANKS, tmp_path, later=[dying])
 
 
 @pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer",)])
@@ -85,9 +86,7 @@ def test_checkpoints_in_the_background_are_complete_or_given_up(flags: tuple[str
     same = (*same, "--train-iters", "10")
     pretrain(RANKS, tmp_path / "stock", *same)
     pretrain(RANKS, tmp_path / "goes-on", *same, "--load", str(saved), "--override-opt-param-scheduler")
-    for rank in range(RANKS):
-        stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "goes-on", rank)
-        check_near(last(stock, ours), ours)
+    check_all_near(RANKS, tmp_path, "goes-on", later=range(RANKS))
 
 
 def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
@@ -107,10 +106,7 @@ def test_experts_that_span_replicas_survive_failures(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     (tmp_path / "saved" / LATEST).write_text("4")
     pretrain(8, tmp_path / "goes-on", *same, "--load", str(tmp_path / "saved"))
-    for rank in range(8):
-        check_near(
-            last(*(dumped(tmp_path / name, rank) for name in ("stock", "goes-on"))), dumped(tmp_path / "goes-on", rank)
-        )
+    check_all_near(8, tmp_path, "goes-on", later=range(8))
 
 
 def test_a_rank_without_parameters_of_a_group_that_others_have_comes_back(tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ def test_a_rank_without_parameters_of_a_group_that_others_have_comes_back(tmp_pa
     same = (*same, "--decoupled-lr", "5e-4", "--untie-embeddings-and-output-weights")
     pretrain(6, tmp_path / "stock", *same)
     pretrain_with_return(6, tmp_path / "ours", *same, death="2:2:+15", returned_at=4)
-    check_all_near(6, tmp_path, returned=2)
+    check_all_near(6, tmp_path, later=[2])
 
 
 def test_a_rank_that_is_back_counts_samples_and_operations_as_the_others(tmp_path: Path) -> None:
@@ -142,11 +138,11 @@ def _counts(checkpoint: Path) -> tuple[int, float]:
 
 
 def pretrain_with_death(
-    ranks: int, directory: Path, *flags: str, death: str, emulated: tuple[str, ...] = (), **how: Any
+    ranks: int, directory: Path, *flags: str, death: str, emulated: tuple[str, ...] = (), restarts: int = 0, **how: Any
 ) -> list[RankResult]:
     """Run pretrain_gpt.py with recovery. `death`: rank, iteration and when in it (--emulate-death)."""
     emulated = ("--emulate-death", death, *emulated)
-    run = functools.partial(run_with_failures, restarts=how.pop("restarts", 0))
+    run = functools.partial(run_with_failures, restarts=restarts)
     return pretrain(ranks, directory, *flags, *OURS, emulated=emulated, run=run, CUDA_DEVICE_MAX_CONNECTIONS="8", **how)
 
 
@@ -163,11 +159,11 @@ def pretrain_with_return(
     return results
 
 
-def check_all_near(ranks: int, directory: Path, *, returned: int) -> None:
-    """Compare all ranks with stock's: the one that has `returned` has the iterations since then alone."""
+def check_all_near(ranks: int, directory: Path, name: str = "ours", *, later: Container[int]) -> None:
+    """Compare all ranks with stock's. Those that began `later` have the iterations since then alone."""
     for rank in range(ranks):
-        stock, ours = dumped(directory / "stock", rank), dumped(directory / "ours", rank)
-        check_near(last(stock, ours) if rank == returned else stock, ours)
+        stock, ours = dumped(directory / "stock", rank), dumped(directory / name, rank)
+        check_near(last(stock, ours) if rank in later else stock, ours)
 
 
 def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:

@@ -471,9 +471,8 @@ def declare_slower_than_peers(
                 continue
         series, usual_s = settled[place], statistics.median(peers)
         excess_s = levels_s[place] - usual_s
-        if series.state is State.SLOW or levels_s[place] <= factor * usual_s:
-            continue
-        if excess_s < changes.material_s(usual_s, action_s):
+        least_s = changes.material_s(usual_s, action_s)
+        if series.state is State.SLOW or levels_s[place] <= factor * usual_s or excess_s < least_s:
             continue
         if excess_s < changes.sigmas * series.window.level().error:
             compared.remove(place)

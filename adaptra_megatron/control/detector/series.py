@@ -386,7 +386,8 @@ class Series:
         past."""
         level = self.window.level()
         # Noise grows with the level: with that of the slow one, it would soon seem healthy.
-        self._baseline = level._replace(value=healthy_s, scatter=0.0, spread=level.spread * healthy_s / level.value)
+        spread = level.spread * healthy_s / level.value if healthy_s > 0.0 else 0.0
+        self._baseline = level._replace(value=healthy_s, scatter=0.0, spread=spread)
         # All values so far are slow ones, so a recovery starts with none.
         self._healthy_window = Window(self._settings.baseline_iterations)
         return self._fall(iteration, iteration, level.value, healthy_s, evidence)._replace(of_others=True)

@@ -26,6 +26,7 @@ from adaptra_megatron.control.detector.observations import (
     StageSample,
     State,
 )
+from adaptra_megatron.control.detector.series import Batch, FlapDamper, Series
 
 LINK = LinkId(0, 0, 1, "device")
 COUNT = 32
@@ -234,6 +235,15 @@ def test_probes_that_wait_for_a_core_make_no_path_slow_from_the_start(
 ) -> None:
     """On a busy host some of the few probes are late by milliseconds: by chance those of two iterations of three."""
     assert probe_path(probes_ms) == found
+
+
+def test_a_level_of_nothing_may_be_slower_than_its_peers() -> None:
+    """Where clocks are corrected a message may seem to take no time at all, and others less than that."""
+    settings = DetectorSettings()
+    series = Series(settings, settings.link, FlapDamper(settings))
+    for iteration in range(settings.settling_iterations):
+        series.observe(Batch(iteration, np.zeros(3)), 0.0)
+    assert series.declare_slow(0.0, 3, "comparison").state is State.SLOW
 
 
 def test_a_stage_that_was_slow_from_the_start_is_told_by_its_replicas() -> None:
