@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from adaptra_megatron.elastic.launch.tied_process import die_with_parent
 
@@ -178,10 +178,11 @@ class _Job:
         deadline = time.monotonic() + timeout_s
         failed_at: float | None = None
         hung: list[int] = []
-        with self._logs[-1].open(errors="replace") as followed:
+        with self._logs[-1].open(errors="replace") as log:
+            lines = _Lines(log, echo)
             try:
                 while running := self._running():
-                    _follow(followed, echo)
+                    lines.follow()
                     now = time.monotonic()
                     if failed_at is None and stop_on_failure and self.first_failed is not None:
                         failed_at = now
@@ -193,7 +194,7 @@ class _Job:
                     time.sleep(POLL_S)
             finally:
                 self.kill()
-                _follow(followed, echo)
+                lines.follow(ended=True)
         return hung
 
     def results(self) -> list[RankResult]:
@@ -298,11 +299,19 @@ def _signal_group(pid: int, number: int) -> bool:
     return True
 
 
-def _follow(log: object, echo: Echo | None) -> None:
-    if echo is None:
-        return
-    for line in log:  # type: ignore[attr-defined]
-        echo(line.rstrip("\n"))
+class _Lines:
+    """Lines of a log, of which the last may be half written."""
+
+    def __init__(self, log: TextIO, echo: Echo | None) -> None:
+        self._log, self._echo, self._begun = log, echo, ""
+
+    def follow(self, ended: bool = False) -> None:
+        """Echo the lines that are whole by now; those that are left too, if their writer has `ended`."""
+        if self._echo is None:
+            return
+        *lines, self._begun = (self._begun + self._log.read()).split("\n")
+        for line in [*lines, self._begun] if ended and self._begun else lines:
+            self._echo(line)
 
 
 def _failure(

@@ -20,6 +20,10 @@ PROGRAM = """
 import os, subprocess, sys, time
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 print("rank", rank, "of", os.environ["WORLD_SIZE"], "runs", os.getpid(), flush=True)
+if what == "slowly":
+    for part in ("half ", "a line", "\\n", "\\nno end"):
+        print(part, end="", flush=True)
+        time.sleep(0.2)
 if what == "child":
     print("child", subprocess.Popen(["sleep", "300"]).pid, flush=True)
 if rank == 0:
@@ -29,7 +33,7 @@ if rank == 0:
         raise ValueError("no such thing")
     if what == "kill":
         os.kill(os.getpid(), 9)
-if what != "pass":
+if what not in ("pass", "slowly"):
     time.sleep(300)
 """
 
@@ -64,6 +68,12 @@ def test_all_ranks_run(server: ForkServer | None, program: str, tmp_path: Path) 
     for rank, result in enumerate(results):
         assert f"rank {rank} of 3 runs" in result.output
     assert "\n".join(lines) == results[2].output.rstrip("\n")
+
+
+def test_only_whole_lines_are_echoed(server: ForkServer | None, program: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    run_ranks(1, [program, "slowly"], timeout_s=30, server=server, log_directory=tmp_path, echo=lines.append)
+    assert lines[1:] == ["half a line", "", "no end"]
 
 
 def test_a_process_number_that_is_used_again_is_another_process(
