@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -269,6 +269,9 @@ class Restarts:
         return True
 
 
+_NEWS = 4
+"""States after a failure that may be older than what ranks had published before it: one on its way to this host, one
+that waits in the store, one that is being made, and one for reserve."""
 _SAID_S = 3.0
 """Time limit for the last report to a store that answers."""
 _SIGNALLED = 128
@@ -297,6 +300,9 @@ class Launcher:
         self._workers: Workers | None = None
         self._restarts: list[Restarts] = []
         """Restarts by local rank, once ranks run."""
+        self._failed: list[tuple[RankEnding, int, int]] = []
+        """Failures after which no restart is decided yet, each with the coordinator's latest beat, and the number of
+        states that came after the failure."""
         self._report = HostReport(socket.gethostname(), settings.config.nproc_per_node)
         self._begun_s = time.monotonic()
         self._silence = Silence(self._begun_s)
@@ -333,8 +339,10 @@ class Launcher:
             if self._workers is not None and (endings := self._workers.poll()):
                 self._report = self._report.with_endings(endings)
                 self._link.say(self._report)
-                if self._settings.policy.no_kill:
-                    self._plan_restarts(endings, view)
+                if self._settings.policy.no_kill and self._settings.config.max_restarts:
+                    beat = 0 if view.state is None else view.state.beat
+                    self._failed += [(ending, beat, 0) for ending in endings if ending.failed]
+            self._plan_restarts(view)
             if (verdict := self._signalled() or self._judged(view)) is not None:
                 return verdict
             if self._workers is None and view.start is not None and (verdict := self._start(view)) is not None:
@@ -346,21 +354,23 @@ class Launcher:
                 self._workers.kill({rank - first: start for rank, start in view.state.stalled.items()})
             self._link.changed.wait(POLL_S)
 
-    def _plan_restarts(self, endings: Sequence[RankEnding], view: View) -> None:
+    def _plan_restarts(self, view: View) -> None:
         """Schedule restarts of failed ranks, if the job can admit them."""
-        most = self._settings.config.max_restarts
-        for ending in endings:
-            if not ending.failed or not most:
-                continue
-            if view.state is None or not view.state.admits_restarted:
+        state, failed = view.state, self._failed
+        self._failed = []
+        for ending, beat, news in failed:
+            if state is not None and state.admits_restarted:
+                # `admitted` has only ranks that were started again. A first process (start 0) needed no admission.
+                trained = state.admitted.get(_first_rank(view) + ending.local_rank, 0) == ending.start
+                self._plan_restart(ending.local_rank, ending.why, trained=trained)
+            elif news < _NEWS:
+                newest = beat if state is None else state.beat
+                self._failed.append((ending, newest, news + (newest > beat)))
+            else:
                 logger.error(
                     "local rank %d %s and is not started again (--max-restarts %d): %s",
-                    *(ending.local_rank, ending.why, most, NO_REJOINING),
+                    *(ending.local_rank, ending.why, self._settings.config.max_restarts, NO_REJOINING),
                 )
-                continue
-            # `admitted` has only ranks that were started again. A first process (start 0) needed no admission.
-            trained = view.state.admitted.get(_first_rank(view) + ending.local_rank, 0) == ending.start
-            self._plan_restart(ending.local_rank, ending.why, trained=trained)
 
     def _plan_restart(self, local_rank: int, why: str, *, trained: bool) -> None:
         restarts, most = self._restarts[local_rank], self._settings.config.max_restarts

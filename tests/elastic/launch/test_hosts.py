@@ -166,7 +166,7 @@ def test_a_slurm_step_says_where_the_hosts_are(launches: Launches) -> None:
 
 
 def test_hosts_that_do_not_come_are_told_apart_from_those_that_do(launches: Launches) -> None:
-    where = ("--nnodes", 3, "--master-port", free_port(), "--rdzv-conf", "timeout=3")
+    where = ("--nnodes", 3, "--master-port", free_port(), "--rdzv-conf", "timeout=10")
     path = launches.script(WAITING)
     first, second, third = (launches.launch(*where, "--node-rank", node, path) for node in (0, 1, 1))
     assert {first.wait(), second.wait(), third.wait()} == {1}
@@ -193,7 +193,7 @@ def test_a_store_that_accepts_and_does_not_answer_is_given_up(launches: Launches
         patience = ("--heartbeat-timeout", TIMEOUT_S, "--rdzv-conf", "timeout=1")
         where = ("--nnodes", 2, "--master-port", port, "--node-rank", 1)
         launched = launches.launch(*where, *patience, launches.script(WAITING))
-        assert launched.wait() == 1
+        assert launched.wait(40.0) == 1
     assert f"store at 127.0.0.1:{port} accepts connections, but has not answered for" in launched.output
 
 

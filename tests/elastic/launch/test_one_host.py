@@ -13,7 +13,6 @@ import pytest
 from launches import Launches
 
 from adaptra_megatron.common.membership import MembershipRecords, Readiness, Stalled
-from adaptra_megatron.elastic.launch.launch_messages import JOB_KEY, JobState, read
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from testing.waiting import until
 
@@ -119,16 +118,9 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
     first = int(launches.until("pid-0-1", launched))
     records = MembershipRecords.of_rank(10.0, environment)
     records.publish_layout(b"layout")
-
-    def beat() -> int:
-        """Return the number of the launcher's last heartbeat; 0 as long as it does not know the layout."""
-        state = read(records._store, JOB_KEY, JobState)
-        return state.beat if state is not None and state.admits_restarted else 0
-
-    until(beat, lambda: launched.output)
-    known = beat()
-    until(lambda: beat() > known, lambda: launched.output)  # the launcher has read that one before
-    os.kill(first, signal.SIGKILL)
+    os.kill(
+        first, signal.SIGKILL
+    )  # as its first iteration begins: the launcher may not know yet that the job admits it
     assert records.wait_beyond(0, 10.0) is not None
     records.report(Stalled((1,), "stalled", {}))  # late: of the process that is dead
     second = launches.until("pid-2-1", launched)
@@ -151,7 +143,17 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
 
 
 def test_a_job_fails_where_ranks_fail_after_another_has_ended_with_status_0(launches: Launches) -> None:
-    script = launches.script("mark('up'); rank == 1 or (until('up-1'), time.sleep(1.0), sys.exit(1))")
+    script = launches.script(
+        """
+        mark("up", str(os.getpid()))
+        if rank != 1:
+            until("up-1")
+            first = (here / "up-1").read_text()
+            while os.path.exists(f"/proc/{first}"):  # until the launcher has seen its end
+                time.sleep(0.01)
+            sys.exit(1)
+        """
+    )
     launched = launches.launch("--nproc-per-node", 3, "--no-kill", script)
     assert launched.wait() == 1, launched.output
     assert "ranks 1 ended with status 0, but others failed after the first of them had: rank " in launched.output
@@ -174,7 +176,7 @@ def test_a_signal_reaches_the_ranks_and_those_that_ignore_it_are_killed(launches
             time.sleep(0.05)
         """
     )
-    timeout = ("--shutdown-timeout", 1) if deaf else ()
+    timeout = ("--shutdown-timeout", 3) if deaf else ()
     launched = launches.launch("--nproc-per-node", 2, *timeout, script)
     for rank in range(2):
         launches.until(f"ready-{rank}", launched)
@@ -183,7 +185,7 @@ def test_a_signal_reaches_the_ranks_and_those_that_ignore_it_are_killed(launches
     assert launched.wait() == 128 + signal.SIGINT
     assert {launches.until(f"received-{rank}", launched) for rank in range(2)} == {str(int(signal.SIGINT))}
     assert ("they are killed" in launched.output) == deaf
-    assert not deaf or time.monotonic() - began_s >= 1.0
+    assert not deaf or time.monotonic() - began_s >= 3.0
 
 
 def test_ranks_that_live_are_left_alone_with_no_kill(launches: Launches) -> None:
@@ -307,4 +309,4 @@ def test_the_store_accepts_more_connections_than_open_files_are_usual(launches: 
         """
     )
     launched = launches.launch(script, before=str(limited))
-    assert launched.wait() == 0, launched.output
+    assert launched.wait(60.0) == 0, launched.output
