@@ -38,8 +38,7 @@ BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1,
 class OwningProcess:
     """The process that created this object.
 
-    A forked child inherits copies of all objects, handlers and connections, and must not release its parent's
-    resources.
+    A forked child has copies of all objects, handlers and connections, and must not release its parent's.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class ChildProcess:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
         root = str(Path(adaptra_megatron.__file__).parents[1])
         program = _PROGRAM.format(module=module)
-        with theirs, _blocked(BLOCKED_SIGNALS):
+        with theirs, blocked(BLOCKED_SIGNALS):
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program, root, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
@@ -91,7 +90,7 @@ class ChildProcess:
 
 
 @contextlib.contextmanager
-def _blocked(signals: Collection[signal.Signals]) -> Iterator[None]:
+def blocked(signals: Collection[signal.Signals]) -> Iterator[None]:
     """Block `signals` for processes that this thread starts within this context, from their first instruction on."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

@@ -111,9 +111,7 @@ class SecretError(RuntimeError):
 
 
 class ControlStore:
-    """Creates clients of the store, one for each thread: a client handles one request at a time, and some requests
-    wait.
-    """
+    """Creates clients of the store, one for each thread: a client handles one request at a time, and some wait."""
 
     def __init__(
         self, store: Any, secret: bytes, token: str, generation: str = "0", spare: deque[Any] | None = None

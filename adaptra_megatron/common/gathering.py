@@ -18,8 +18,7 @@ from adaptra_megatron.common.typed_messages import packed, unpacked
 
 
 def epoch_group(control: ControlStore, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> Any:
-    """Create a gloo group of `ranks` (global ranks) in the generation of `control`. All of them call this at about the
-    same time.
+    """Create a gloo group of `ranks` (global) in the generation of `control`. All call this at about the same time.
 
     `name`: unique within the generation. Members are addressed by their index in `ranks`. Raises RuntimeError if one
     does not come within `timeout_s`.

@@ -256,8 +256,7 @@ class Acceptor:
     """Accepts connections on any number of listening sockets."""
 
     def __init__(self, secret: bytes, timeout_s: float, admit: Admit, most_unproven: int = MOST_UNPROVEN) -> None:
-        """`admit` is called with each proven connection (non-blocking) and owns it; it raises HandshakeError to refuse
-        it.
+        """`admit` is called with each proven connection (non-blocking) and owns it; it raises HandshakeError to refuse.
 
         `most_unproven`: maximum number of connections in their handshake at once. Raise it if more peers connect
         together.

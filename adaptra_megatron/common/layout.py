@@ -17,8 +17,7 @@ logger = logger_of(__name__)
 
 
 def boot_identity(proc: Path = Path("/proc")) -> str:
-    """Return a value that is equal for two processes exactly if they share a monotonic clock: the same boot of one
-    kernel.
+    """Return a value that is equal for two processes exactly if they share a monotonic clock: one boot of a kernel.
 
     If the kernel (or a sandbox in its place) does not identify its boot, no other process has the same value.
     """
@@ -43,9 +42,7 @@ def host_identity(proc: Path = Path("/proc")) -> str:
 
 
 class Cell(NamedTuple):
-    """All ranks of one stage of one replica, which share collectives inside F, B and W: they compute, slow down and
-    fail together.
-    """
+    """All ranks of a stage of one replica: they share collectives in F, B and W, compute, slow and fail together."""
 
     replica: int
     stage: int

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Reason = Sequence[Any]
-"""Parts of a reason: text, iterations as integers, and the evidence as a nested Reason. A plain text is a
-Reason, too.
+"""Parts of a reason: text, iterations as integers, and the evidence as a nested Reason. Text is one, too.
 """
 
 

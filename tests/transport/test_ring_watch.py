@@ -28,6 +28,7 @@ from testing.waiting import until
 SLOT = 4096
 LARGEST = 5 * SLOT
 IN_VAIN_S = 0.3
+ROUNDS = 5
 
 
 def soon(seconds: float = 10.0) -> float:
@@ -92,13 +93,15 @@ def test_a_sleeping_thread_is_woken_by_any_ring_and_by_wake(
     watch: RingWatch, inboxes: list[tuple[Inbox, Ring]]
 ) -> None:
     for index in (2, 0, 1):
-        ring = inboxes[index][1]
-        began_s = time.monotonic()
-        with aside(lambda ring=ring: ring.write_ack(7, soon())):
-            delivery = watch.next(inboxes, soon())
-        assert delivery is not None
-        assert delivery.index == index
-        assert time.monotonic() < began_s + 0.4, "it would have looked by itself after half a second"
+        ring, took_s = inboxes[index][1], []
+        while len(took_s) < ROUNDS and min(took_s, default=1.0) >= 0.4:
+            began_s = time.monotonic()
+            with aside(lambda ring=ring: ring.write_ack(7, soon())):
+                delivery = watch.next(inboxes, soon())
+            took_s.append(time.monotonic() - began_s)
+            assert delivery is not None
+            assert delivery.index == index
+        assert min(took_s) < 0.4, "it would have looked by itself after half a second"
     with aside(watch.wake):
         assert watch.next(inboxes, soon()) is None
     watch.wake()

@@ -128,6 +128,7 @@ def test_another_client_of_a_sealed_store_is_sealed_too() -> None:
     other = ours.over(ours.clone())
     assert other.get("a") == b"content"
     served.set("here/a", b"of a peer")
+    assert served.get("here/a") == b"of a peer"  # once it is there: what is set is not answered
     with pytest.raises(TamperedError):
         other.get("a")
 

@@ -220,6 +220,9 @@ class LinkSession:
         """End the session, if any. `cause` is reported as `Down`; None: the training process ended it itself."""
         wire, request = self._wire, self._request
         self._wire, self._request, self._begun = None, None, False
+        # Before the rings are closed, which the training process notices at once, and which says no cause.
+        if request is not None and cause is not None:
+            self._send(Down(peer=self._peer, session=request.session, cause=cause), [])
         if wire is not None:
             # Before the rings are closed: no thread may touch them then.
             await wire.stop()
@@ -227,8 +230,6 @@ class LinkSession:
         for ring in self._rings:
             ring.close()
         self._rings = []
-        if request is not None and cause is not None:
-            self._send(Down(peer=self._peer, session=request.session, cause=cause), [])
 
     def _drop_arrived(self) -> None:
         for connection in self._arrived.values():

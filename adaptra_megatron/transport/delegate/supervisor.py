@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import structs
@@ -63,7 +64,8 @@ class Heartbeat:
     I/O.
 
     Silence counts only while this process itself ran. A process that was stopped, or delayed by a busy machine or a
-    garbage collection, is late for its own tick; its wait then proves nothing about the delegate.
+    garbage collection, is late for its own tick; its wait then proves nothing about the delegate. Nor does silence
+    count while the delegate waits for a core.
 
     Times are arguments (seconds of the monotonic clock). Call `tick` at `next_s` or later, and `answered` for each pong
     before a tick that is due.
@@ -83,14 +85,14 @@ class Heartbeat:
         """
         return self.silent_s >= (patience_s if self._answered else max(STARTING_S, patience_s))
 
-    def tick(self, now_s: float) -> int | None:
-        """Return the number of the ping to send now; None if none is due."""
+    def tick(self, now_s: float, waits_for_a_core: Callable[[float], bool] = lambda _: False) -> int | None:
+        """Return the number of the ping to send now; None if none is due. `waits_for_a_core`: see `DelegateProcess`."""
         if now_s < self.next_s:
             return None
         on_time, elapsed_s = now_s - self.next_s <= LATE_S, now_s - self._last_s
         self._last_s, self.next_s = now_s, now_s + INTERVAL_S
         if self._asked > self._answered:
-            self.silent_s += elapsed_s if on_time else 0.0
+            self.silent_s += elapsed_s if on_time and not waits_for_a_core(elapsed_s) else 0.0
             return None
         self._asked += 1
         return self._asked
@@ -107,21 +109,30 @@ class DelegateProcess(ChildProcess):
 
     def __init__(self, start: StartDelegate, listeners: Sequence[socket.socket]) -> None:
         """Start the process, as ChildProcess does."""
-        self.heartbeat = Heartbeat(time.monotonic())
+        self.heartbeat, self._ran_s = Heartbeat(time.monotonic()), 0.0
         super().__init__("adaptra_megatron.transport.delegate.delegate", socket.SOCK_SEQPACKET)
         self.channel.settimeout(5.0)
         with contextlib.suppress(ControlEndedError):  # seen where the channel is read
             control.send(self.channel, start, [listener.fileno() for listener in listeners])
 
+    def waits_for_a_core(self, elapsed_s: float) -> bool:
+        """Return whether the process is to run and has hardly done so: for less than half of `elapsed_s` since the last
+        call."""
+        place, before_s = Path(f"/proc/{self.process.pid}"), self._ran_s
+        with contextlib.suppress(OSError):  # it has ended, or this kernel does not say
+            state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+            self._ran_s = 1e-9 * int((place / "schedstat").read_text().split()[0])
+            return state == "R" and self._ran_s - before_s < elapsed_s / 2
+        return False
+
 
 logger = logger_of(__name__)
 
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 STEADY_S = 60.0
 """Lifetime after which a failed delegate is replaced at once; after shorter ones the pause doubles."""
 DRAIN_S = 2.0
-DELEGATE_REPLY_TIMEOUT_S = 0.25
+DELEGATE_REPLY_TIMEOUT_S = 1.0
 """Longest time for which a delegate that closed a session's rings may take to report why."""
 
 
@@ -462,7 +473,7 @@ class Supervisor:
         """Send a ping if one is due, or kill a delegate that has been silent for too long."""
         assert self._delegate is not None
         heartbeat = self._delegate.heartbeat
-        number = heartbeat.tick(now_s)
+        number = heartbeat.tick(now_s, self._delegate.waits_for_a_core)
         if number is not None:
             self._send(Ping(number=number))
         elif heartbeat.exhausts(self._patience_s):

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gpu_check import t1_queues, t2_host_calls, t2_sessions, t4_stream_path, t5_sessions
+from gpu_check import t1_queues, t2_host_calls, t4_stream_path, t5_sessions
 from gpu_check.findings import Report
 from gpu_check.gpu import Point, Stream
 from gpu_check.plan import QUEUES
@@ -97,7 +97,6 @@ def trainer() -> CpuTrainer:
 
 def run(_machine: object, report: Report, module: str, part: str, ranks: str) -> None:
     """A check of two stages, in threads of this process."""
-    t2_sessions.AT_ONCE_S = 0.3
     t4_stream_path.ROUNDS, t4_stream_path.NEAR_S, t4_stream_path.PATIENCE_S = 5, 0.5, 0.3
     t5_sessions.SESSIONS, t5_sessions.SETTLED, t5_sessions.MADE_S = 6, 2, 6.0
     nccl_transport.GRACE_S = 0.2

@@ -33,7 +33,7 @@ class SimulatedEvent:
 
     def set(self) -> None:
         """The device has reached it."""
-        self.done, self.done_s = True, time.monotonic()
+        self.done, self.done_s = True, self._device.clock_s()
 
     def record(self) -> None:
         """On the current stream, as a mark of a DeviceClock."""
@@ -89,6 +89,8 @@ class SimulatedDevice:
         """Raised by whatever asks the device from now on."""
         self.refuses_page_locks = False
         self.patience_s = PATIENCE_S
+        self.clock_s: Callable[[], float] = time.monotonic
+        """Times of its events."""
         self.compute = SimulatedStream("compute")
         self.default = SimulatedStream("default")
         """Stream of threads that have chosen none."""

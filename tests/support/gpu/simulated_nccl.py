@@ -163,6 +163,7 @@ class Fabric:
         self.pairs: dict[bytes, Pair] = {}
         """By unique id; NCCL listens for the ranks of each."""
         self.communicators: list[SimulatedCommunicator] = []
+        self.adding = threading.Lock()
         self.spoils = self.network = False
 
     def of(self, device: SimulatedDevice) -> list[SimulatedCommunicator]:
@@ -242,9 +243,10 @@ class SimulatedNccl:
 
     def new_unique_id(self) -> bytes:
         """As ncclGetUniqueId."""
-        unique_id = len(self.fabric.pairs).to_bytes(128, "little")
-        self.fabric.pairs[unique_id] = Pair(spoils=self.fabric.spoils, network=self.fabric.network)
-        return unique_id
+        with self.fabric.adding:
+            unique_id = len(self.fabric.pairs).to_bytes(128, "little")
+            self.fabric.pairs[unique_id] = Pair(spoils=self.fabric.spoils, network=self.fabric.network)
+            return unique_id
 
     def init_rank(self, unique_id: bytes, rank: int, name: str, config: CommunicatorConfig) -> int:
         """As ncclCommInitRankConfig."""
@@ -252,8 +254,9 @@ class SimulatedNccl:
         assert rank not in pair.ends
         communicator = SimulatedCommunicator(pair, rank, name, config, self.device)
         pair.ends[rank] = communicator
-        self.fabric.communicators.append(communicator)
-        return len(self.fabric.communicators)
+        with self.fabric.adding:
+            self.fabric.communicators.append(communicator)
+            return len(self.fabric.communicators)
 
     def transfers(self, handle: int, peer: int, stream: int, device: int) -> SimulatedTransfers:
         """As NcclLibrary's."""

@@ -3,10 +3,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.transport.delegate.supervisor import INTERVAL_S, LATE_S, PATIENCE_S, STARTING_S, Heartbeat
+from adaptra_megatron.transport.delegate.supervisor import (
+    INTERVAL_S,
+    LATE_S,
+    PATIENCE_S,
+    STARTING_S,
+    DelegateProcess,
+    Heartbeat,
+)
+from testing.waiting import until
 
 
 def answering(heartbeat: Heartbeat) -> float:
@@ -61,6 +76,51 @@ def test_late_ticks_are_not_held_against_it() -> None:
     for _ in range(100):
         heartbeat.tick(heartbeat.next_s + 10 * LATE_S)
         assert heartbeat.silent_s == 0.0
+
+
+def test_silence_of_a_delegate_that_waits_for_a_core_does_not_count() -> None:
+    heartbeat = Heartbeat(5.0)
+    answering(heartbeat)
+    heartbeat.tick(heartbeat.next_s)
+    for _ in range(100):
+        heartbeat.tick(heartbeat.next_s, lambda elapsed_s: elapsed_s == INTERVAL_S)
+    assert heartbeat.silent_s == 0.0
+    heartbeat.tick(heartbeat.next_s, lambda _: False)
+    assert heartbeat.silent_s == INTERVAL_S
+
+
+SPINS = """
+import os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.nice(int(sys.argv[1]))
+while True:
+    pass
+"""
+
+
+def test_a_process_that_waits_for_a_core_is_told_from_others() -> None:
+    asked_s = 0.1
+    with ExitStack() as ends:
+
+        def process(program: str, *arguments: str) -> DelegateProcess:
+            started = subprocess.Popen([sys.executable, "-c", program, *arguments])
+            ends.enter_context(started)
+            ends.callback(started.kill)
+            found = object.__new__(DelegateProcess)
+            found.process, found._ran_s = started, 0.0
+            return found
+
+        sleeps, hardly_runs, _runs = process("import time; time.sleep(60)"), process(SPINS, "19"), process(SPINS, "0")
+
+        def waits(each: DelegateProcess) -> bool:
+            each.waits_for_a_core(asked_s)
+            time.sleep(asked_s)
+            return each.waits_for_a_core(asked_s)
+
+        until(lambda: all(waits(hardly_runs) for _ in range(3)))
+        until(lambda: not any(waits(sleeps) for _ in range(3)))
+        os.kill(hardly_runs.process.pid, signal.SIGSTOP)
+        until(lambda: not any(waits(hardly_runs) for _ in range(3)))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.booleans()), max_size=60))

@@ -376,12 +376,7 @@ class Wire:
 
     def message_s(self, nbytes: int) -> float | None:
         """Send one, and wait for it as the training does; how long that took, None if its session died."""
-        key_, began_s = key(self.posted), self.now_s
-        self.posted += 1
-        self.receiver.post(key_, 0)
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        assert self.sender.post(key_, Computed(tensor, None), self.now_s).path is Path.DEVICE
-        self._settle()
+        key_, began_s = self.post(nbytes), self.now_s
         while self.receiver.expects(key_):
             again_s = self.receiver.suspect(began_s, self.now_s)
             if not self.receiver.alive:
@@ -389,6 +384,16 @@ class Wire:
                 return None
             self.pass_until(again_s)
         return self.now_s - began_s
+
+    def post(self, nbytes: int) -> MessageKey:
+        """Send a message that the training then waits for."""
+        key_ = key(self.posted)
+        self.posted += 1
+        self.receiver.post(key_, 0)
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        assert self.sender.post(key_, Computed(tensor, None), self.now_s).path is Path.DEVICE
+        self._settle()
+        return key_
 
     def pass_until(self, until_s: float, host_down_s: float = 0.0) -> None:
         """Up to the next thing that happens, at the latest."""
@@ -458,6 +463,21 @@ class TestSlowPath:
         for _ in range(3):
             took_s = wire.message_s(nbytes)
             assert took_s == pytest.approx(nbytes / nbytes_per_s)
+
+    def test_a_process_that_did_not_run_reads_what_has_arrived_before_it_gives_up_a_path(self) -> None:
+        wire = Wire(self.settings)
+        wire.come_up()
+        wire.nbytes_per_s = 1e-9
+        wire.post(1)
+        began_s = wire.now_s
+        while wire.receiver._session.sent <= wire.receiver._session.received:
+            wire.pass_until(wire.receiver.suspect(began_s, wire.now_s))
+        wire.now_s = wire.receiver.suspect(began_s, wire.now_s) + 5.0  # stopped
+        again_s = wire.receiver.suspect(began_s, wire.now_s)
+        assert (wire.receiver.alive, again_s) == (True, wire.now_s + self.settings.suspicion_s)
+        wire.now_s = again_s + 5.0
+        wire.receiver.suspect(began_s, wire.now_s)
+        assert not wire.receiver.alive, "once"
 
     @how(max_examples=30)
     @given(sizes)

@@ -23,7 +23,6 @@ from adaptra_megatron.transport.host_link.message_queues import OVERDUE_S, Recei
 from adaptra_megatron.transport.lines.connection_loop import ConnectionLoop, in_thread
 from adaptra_megatron.transport.lines.lines import (
     BEAT_S,
-    SILENT_S,
     Beat,
     ConnectionPlace,
     ControlConnections,
@@ -206,8 +205,10 @@ def test_a_stage_that_says_good_bye_is_not_lost(chain: Chain) -> None:
 
 def test_a_stage_that_does_not_run_is_seen(chain: Chain) -> None:
     end = chain[0][1][1]
-    chain[1][0]._loop.call(lambda: time.sleep(SILENT_S + 3 * BEAT_S))
+    noticed = threading.Event()
+    chain[1][0]._loop.call(lambda: noticed.wait(30.0))
     until(lambda: end.runs == [False], "nothing was noticed")
+    noticed.set()
     until(lambda: end.runs == [False, True], "its return was not noticed")
     assert chain[1][1][0].runs in ([], [False, True]), "the one that did not run holds it against the others"
     assert not [loss for end in all_ends(chain) for loss in end.failures]

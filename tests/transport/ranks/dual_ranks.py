@@ -87,7 +87,7 @@ def _raise() -> PairWork:
 def device_first(make: Make) -> None:
     """Messages begin on the host path and move to the device path once that is proven; fixed and varying shapes."""
     for specification in (ANY, FIXED):
-        transport = make()
+        transport = make(stall_s=10.0)
         transport.describe(specification)
         on(transport, Path.DEVICE)
         dist.barrier()
@@ -131,10 +131,10 @@ def _fails_over(make: Make, instead: Callable[[], PairWork]) -> None:
             assert struck, "the fault did not fire"
             assert paths(transport).path is Path.HOST
             exchange(transport, 2)
-            time.sleep(0.8)  # probes are lost as well: the path is not taken again
+            before = len(struck)
+            until(lambda: len(struck) > before, "no other session was tried")  # what it sends is lost as well
             exchange(transport, 3)
             assert paths(transport).path is Path.HOST
-            assert len(struck) > 1
     else:
         took_s = timed_exchange(transport, 1)
         exchange(transport, 2)
@@ -179,22 +179,20 @@ def device_ends(make: Make) -> None:
     thread = threading.Thread(target=end_sessions)
     thread.start()
     start_s, iteration = time.monotonic(), 0
-    while not all_agree(time.monotonic() > start_s + 4.0):
+    while not all_agree(time.monotonic() > start_s + 4.0 and ended > 20 and paths(transport).sessions_lost > 5):
         exchange(transport, iteration)
         iteration += 1
     done.set()
     thread.join()
-    assert ended > 20
     on(transport, Path.DEVICE)
     exchange(transport, iteration)
-    assert paths(transport).sessions_lost > 5
     dist.barrier()
     transport.close()
 
 
 def switching(make: Make) -> None:
     """Both ranks change the preferred path at random all the time: every message arrives once."""
-    transport = make()
+    transport = make(stall_s=10.0)
     peer, randomness = 1 - dist.get_rank(), random.Random(dist.get_rank())
     done = threading.Event()
 
@@ -222,7 +220,7 @@ def switching(make: Make) -> None:
 def measured(make: Make) -> None:
     """Whichever path messages take, the other one is measured, also while they change it at random; all of them arrive
     once."""
-    transport = make()
+    transport = make(stall_s=10.0)
     peer, randomness = 1 - dist.get_rank(), random.Random(dist.get_rank())
     transport.measure(peer)  # nothing has been sent: the size of a usual message is not known
     assert not transport.take_probes()

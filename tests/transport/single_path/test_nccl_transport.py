@@ -181,7 +181,7 @@ def clock_of(stage: SimulatedStage) -> DeviceClock:
         def record_apart(self) -> SimulatedEvent:
             return stage.device.record(apart)
 
-    return DeviceClock(Events())
+    return DeviceClock(Events(), stage.device.clock_s)
 
 
 def test_messages_are_timed_by_computation_that_waits_for_them() -> None:
@@ -226,7 +226,10 @@ def test_messages_are_timed_by_computation_that_waits_for_them() -> None:
 def test_a_message_that_computation_finds_there_says_nothing_of_its_link() -> None:
     """It came some time before: measured as awaited, a link that plans hide would look as slow as they allow."""
 
+    now_s = [0.0]  # by hand: a thread may lose its core between two events
+
     def program(stage: SimulatedStage, rendezvous: Rendezvous) -> Any:
+        stage.device.clock_s = lambda: now_s[0]
         transport = stage.transport(rendezvous, clock=clock_of(stage))
         transport.describe(FIXED)
         if stage.stage == 0:
@@ -235,7 +238,7 @@ def test_a_message_that_computation_finds_there_says_nothing_of_its_link() -> No
         else:
             transport.post_receive(key(0), 0)
             has_left(stage)
-            time.sleep(0.05)
+            now_s[0] += 0.05
             transport.wait(key(0), soon())
             finish(stage)
         times = transport.take_times()[1]
