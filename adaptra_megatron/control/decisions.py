@@ -285,8 +285,7 @@ class DecisionWriter:
                 self._write_next()
 
     def needed(self, iteration: int) -> Decision:
-        """Return the decision of `iteration`, which the training is about to run. If there is none yet, the latest one
-        stays."""
+        """Return the decision of `iteration`, which the training is about to run; without one, the latest stays."""
         with self._lock:
             while self._next <= iteration:
                 self._write_next()

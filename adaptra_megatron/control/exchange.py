@@ -415,8 +415,7 @@ class DecisionPublisher:
                 log_store_lost(self._layout.rank, error)
 
     def _publish_orders(self, routing: RoutingSection) -> None:
-        """Write the order of each cell, and delete those of routes more than DELAY decisions old, which every rank has
-        read."""
+        """Write the order of each cell; delete those of routes more than DELAY decisions old, which all have read."""
         orders = {order_key(routing.number, cell): order for cell, order in routing.orders.items()}
         for key, order in orders.items():
             self._writing.set_parts(key, order.encode())
@@ -482,8 +481,7 @@ class DecisionPublisher:
         logger.debug("decided on iteration %d in %.1f ms", iteration, 1e3 * (time.monotonic() - begun_s))
 
     def _forget(self, until: int) -> None:
-        """Delete decisions up to `until` from the store: all ranks have reported that iteration, so they have read
-        them."""
+        """Delete decisions up to `until` from the store: all ranks have reported that iteration, so have read them."""
         read = bisect.bisect_right(self._kept, until)
         if read < FORGOTTEN_AT_ONCE:
             return
@@ -552,8 +550,7 @@ class PlanExchange:
             self._role = self._decisions = DecisionReader(control, place, layout, timeout_s)
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
-        """Send the measurement of an iteration; returns at once. Every rank does so for every iteration from the first
-        on."""
+        """Send the measurement of an iteration; returns at once. All ranks do so for all iterations from the first."""
         if not self._lost:
             self._role.post(iteration, measurement)
 

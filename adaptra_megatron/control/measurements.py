@@ -233,8 +233,7 @@ class StageMeasurement:
 
     @cached_property
     def received(self) -> Messages:
-        """Messages received: `peer` is the source; posted when the receive was posted, done when the message had
-        arrived."""
+        """Messages received: `peer` is the source; posted when the receive was, done when the message had arrived."""
         return self.receives.messages()
 
 
@@ -312,8 +311,7 @@ def measurement_of(packet: bytes) -> StageMeasurement:
 
 
 def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
-    """Return the fraction of its pipeline's iteration, 0..1, in which a rank did not compute: the mean over all
-    ranks."""
+    """Return the fraction of its pipeline's iteration, 0..1, in which a rank did not compute: the mean of all."""
     spans_s = _spans_s(measurements)
     return statistics.fmean(
         1.0 - measurement.computed_s / spans_s[measurement.pipeline] for measurement in measurements

@@ -117,8 +117,7 @@ class PlanState:
         return self.policy == "adapt" and not given
 
     def follow(self, policy: str) -> None:
-        """Switch to another policy. Drops plans made from measured costs, so that all ranks start from the same
-        state."""
+        """Switch to another policy. Drops plans from measured costs, so that all ranks start from the same state."""
         self.policy = policy
         if self._config.plan_csv is None and self._given_costs is None:
             self._plans.clear()
@@ -147,8 +146,7 @@ class PlanState:
         return None if installed is None else installed.caps[stage]
 
     def released_at_backward_input(self, micro_batches: int, stage: int) -> float:
-        """Return the fraction of an activation that the cap counts as freed by an input gradient; negative: it takes
-        more."""
+        """Return the fraction of an activation that the cap counts as freed by an input gradient (negative: taken)."""
         installed = self._plans.get(micro_batches)
         released = RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
         return released_per_stage(released, self.layout.stages)[stage]
@@ -245,8 +243,7 @@ class PlanState:
         return self._peaks[micro_batches]
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
-        """Return the order that runs until costs are known: stock's with every other lone B as I and W, if the caps
-        allow it."""
+        """Return the order until costs are known: stock's with every other lone B as I and W, if the caps allow it."""
         return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=not self.layout.whole_first)
 
     def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:

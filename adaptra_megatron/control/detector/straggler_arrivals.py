@@ -51,8 +51,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HostFigures:
-    """Recent figures of a rank's host; None if unknown. Shares are 0..1, of the CPUs that the rank may use or of the
-    time."""
+    """Recent figures of a rank's host; None if unknown. Shares are 0..1, of the rank's CPUs or of the time."""
 
     others_cpu: float | None = None
     """Share of the CPUs' time used by processes outside this job."""

@@ -154,8 +154,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
 """Seconds from the end of a planner process to the start of the next: the first pause and the longest. Each is twice
 the one before, until a process has decided."""
 PATIENCE_S = 60.0
-"""Seconds of silence after which a process is killed. Decisions take less than a second, a start on a busy machine
-longer."""
+"""Seconds of silence after which a process is killed. A decision takes less than one, a start on a busy host more."""
 LATE_S = 30.0
 """Longest wait for the report of another rank; then the current plan stays."""
 MOST_UNSEALED = 8

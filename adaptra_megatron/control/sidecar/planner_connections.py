@@ -222,7 +222,7 @@ class Sidecar(ChildProcess):
         """End the process. Return how it ended."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self.channel.shutdown(socket.SHUT_RDWR)
-        return self.end(0.5)
+        return self.end(1.0)
 
 
 class HostedChannels:

@@ -337,7 +337,7 @@ async def _work(channel: socket.socket, listener: socket.socket) -> None:
     await (planning if hosted is None else _hosting(planning, hosted))
 
 
-HOSTED_END_S = 0.3
+HOSTED_END_S = 0.7
 """Longest wait for the last verdict on stragglers once the planner process is to end."""
 
 

@@ -74,7 +74,7 @@ JUDGED_FROM = UNUSUAL + LEAST // 2
 """Iterations before a cell reports and the straggler service starts. Nothing can be found earlier, and shorter jobs
 need no process."""
 _OVERLAP = 3
-"""Looks for which an iteration is reported again."""
+"""Reports that an iteration is in: one that comes with the next one is never looked at."""
 _PATIENCE_S, _END_S = 10.0, 2.0
 """Longest wait for the rest of a message, and for the end of the last look in `close`."""
 
@@ -227,8 +227,8 @@ class StragglerWatch:
         self._pace = ReportPace(first_s=FIRST_S, most_s=max(LEAST_S, PER_CELL_S * len(layout.cells)))
         self._added: deque[tuple[float, Row]] = deque(maxlen=MOST_ROWS)
         """Each with the time at which it was added."""
-        self._reported_s = time.monotonic()
-        """Rows added since then have not been reported."""
+        self._sent_s: deque[float] = deque([time.monotonic()], maxlen=_OVERLAP)
+        """Times of the latest reports, or this one's beginning."""
         self._iteration_s = 0.0
         self._late: tuple[LateCell, ...] = ()
         """Late cells, as last read from the store."""
@@ -344,14 +344,12 @@ class StragglerWatch:
                 return False
             link.keep(address_of(entry))
         now_s = time.monotonic()
-        pause_s = self._pace.pause_s(self._pace.most_s, self._iteration_s, self._late)
-        since_s = min(self._reported_s, now_s - _OVERLAP * pause_s)
-        report = CellReport(rows=tuple(row for at_s, row in self._added.copy() if at_s >= since_s))
+        report = CellReport(rows=tuple(row for at_s, row in self._added.copy() if at_s >= self._sent_s[0]))
         if (sampler := self._sampler) is not None:
             report = replace(report, host=sampler.sample(), missing=tuple(sampler.missing))
         link.report(number, encoded(report))
         if link.connection is not None:
-            self._reported_s = now_s
+            self._sent_s.append(now_s)
         return True
 
     def _follow(self, store: SealedStore) -> None:
