@@ -167,7 +167,7 @@ def train(
         timeout_s=LONGEST_S,
         server=server,
         log_directory=directory / "logs",
-        env={MARK: str(directory)},
+        env={MARK: str(directory.resolve())},
         host=Host(layout.world_size, restarts=len(back)) if host is None else host,
     )
 
@@ -251,7 +251,7 @@ def pauses_s(results: Sequence[RankResult]) -> list[float]:
 
 def left_behind(directory: Path, timeout_s: float = LEFT_BEHIND_S) -> list[str]:
     """Processes of the training in `directory` that still run after `timeout_s`."""
-    mark, deadline_s = f"{MARK}={directory}".encode(), time.monotonic() + timeout_s
+    mark, deadline_s = f"{MARK}={directory.resolve()}".encode(), time.monotonic() + timeout_s
     while True:
         found = [f"process {pid} is left: {command}" for pid, command in _marked(mark)]
         if not found or time.monotonic() > deadline_s:

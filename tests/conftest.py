@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 from support.processes import RankResult, run_ranks
 
+from adaptra_megatron.elastic.launch.endpoint import ask_no_name_server
 from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS
 from testing.jobs.fork_server import ForkServer
 
@@ -33,6 +34,7 @@ if EXAMPLES == "fixed":
 def pytest_configure() -> None:
     """Tests serve stores, too."""
     os.environ |= BRIEF_LOOKUPS
+    ask_no_name_server()
 
 
 @pytest.fixture(scope="session")

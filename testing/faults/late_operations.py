@@ -45,7 +45,7 @@ MARK = "late-operation"
 SUCCESSOR, IDLE = "it begins as its successor is launched", "it begins as the rank is idle"
 """Contents of that file: what released the operation."""
 _OPERATIONS = ("allreduce", "allreduce_coalesced", "allgather", "broadcast", "alltoall_base", "reduce", "scatter")
-_ENDS_S, _LOOKS_S = 2.0, 0.001
+_ENDS_S, _LOOKS_S = 10.0, 0.001
 """Longest wait of a successor for the end of the delayed operation, and poll interval."""
 _THREADS = "adaptra-"
 """Prefix of the names of the product's threads."""

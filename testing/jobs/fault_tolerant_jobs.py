@@ -22,7 +22,7 @@ from adaptra_megatron.elastic.launch.endpoint import serve_store
 from adaptra_megatron.elastic.launch.launch_messages import HostReport, RankEnding, host_key, write
 from adaptra_megatron.elastic.launch.launcher import Coordinator
 from adaptra_megatron.elastic.launch.roster import Policy
-from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult, free_port, run_ranks
+from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult, run_ranks
 from testing.jobs.fork_server import ForkServer
 
 RUN_ID = "fault-tolerant"
@@ -35,7 +35,7 @@ class Host:
     def __init__(self, world_size: int, *, restarts: int = 0, store: TCPStore | None = None) -> None:
         """`restarts`: how often a failed rank is restarted. `store`: client of an external store; None: this process
         serves one."""
-        self._store = serve_store("127.0.0.1", free_port(), _STORE_S) if store is None else store
+        self._store = serve_store("127.0.0.1", 0, _STORE_S) if store is None else store
         self._mine, self._restarts = launch_store(self._store, RUN_ID), restarts
         policy = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=_STORE_S, join_timeout_s=_STORE_S)
         self._coordinator = Coordinator(self._mine, 1, policy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import socket
 import time
 import uuid
@@ -197,6 +198,9 @@ def serve_store(host: str, port: int, timeout_s: float) -> TCPStore:
     client that connects, only to log it (TCPStoreLibUvBackend.cpp), and all other clients wait meanwhile. After a
     failure many ranks connect at once, and a name server that loses one request would delay all of them by 5 s.
     """
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        ask_no_name_server()  # before the first client connects, which is this process
     store = TCPStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
     )

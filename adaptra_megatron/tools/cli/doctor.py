@@ -36,8 +36,8 @@ from adaptra_megatron.tools.host_checks.transport_checks import (
 from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, run_ranks
 from adaptra_megatron.transport.host_settings import HostSettings
 
-DEADLINE_S = 30.0
-"""Time limit for all transports together, with the start of the processes."""
+DEADLINE_S = 120.0
+"""Time limit for all transports together, with the start of the processes, which may read torch from a network."""
 _RANK_MODULE = "adaptra_megatron.tools.local_ranks.self_test_rank"
 _LEAST_S = 2.0
 """Minimum seconds left for a check to start."""

@@ -10,6 +10,7 @@ python -m adaptra_megatron.tools.local_ranks.launch_ranks -m module ARGUMENTS...
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -21,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from adaptra_megatron.common.child_process import blocked
 from adaptra_megatron.elastic.launch.tied_process import die_with_parent
 
 STACKS_SIGNAL = signal.SIGUSR1
@@ -37,6 +39,7 @@ def run_script(argv: Sequence[str]) -> None:
     die_with_parent(int(os.environ.get(PARENT_VARIABLE, os.getppid())))
     # The file descriptor, not sys.stderr: a test runner or the script may replace that.
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})
     faulthandler.enable(file=2)
     if argv[0] == "-m":
         sys.argv = list(argv[1:])
@@ -48,9 +51,10 @@ def run_script(argv: Sequence[str]) -> None:
 
 
 POLL_S = 0.02
+STORE_S = 60.0
 GRACE_S = 1.0
 """Seconds that the other ranks get to write their logs after one has failed."""
-PORT_ATTEMPTS = 3
+_STACKS_S = 3.0
 TAIL_LINES = 60
 Poll = Callable[[int], "int | None"]
 Echo = Callable[[str], object]
@@ -126,15 +130,13 @@ def run_ranks(
     directory = Path(tempfile.mkdtemp(prefix="adaptra-ranks-") if log_directory is None else log_directory)
     directory.mkdir(parents=True, exist_ok=True)
     logs = [(directory / f"rank{rank}.log").resolve() for rank in range(world_size)]
-    for attempt in range(1, PORT_ATTEMPTS + 1):
-        for log in logs:
-            log.write_bytes(b"")
-        job = _Job(argv, _environments(world_size, env or {}), logs, server, ended, stalled)
+    for log in logs:
+        log.write_bytes(b"")
+    with _store_of(env or {}) as common:
+        environments = _environments(world_size, {**common, **(env or {})})
+        job = _Job(argv, environments, logs, server, ended, stalled)
         hung = job.watch(timeout_s, stop_on_failure, echo)
-        results = job.results()
-        # The port was free when it was chosen, not necessarily when rank 0 listened.
-        if attempt == PORT_ATTEMPTS or not (results[0].returncode and "EADDRINUSE" in results[0].output):
-            break
+    results = job.results()
     if hung or (check and any(result.returncode for result in results)):
         raise LaunchError(_failure(argv, results, hung, job.first_failed, timeout_s), results)
     return results
@@ -227,8 +229,15 @@ class _Job:
         return running
 
     def _show_stacks(self, ranks: Sequence[int]) -> None:
+        """Have `ranks` write their stacks: begin within _STACKS_S, which one that is stopped does not, and end."""
+        nbytes = {rank: self._logs[rank].stat().st_size for rank in ranks}
         for rank in ranks:
             _signal_process(self._pids[rank], STACKS_SIGNAL)
+        until_s = time.monotonic() + _STACKS_S
+        while time.monotonic() < until_s and any(
+            self._poll(self._pids[rank]) is None and self._logs[rank].stat().st_size == nbytes[rank] for rank in ranks
+        ):
+            time.sleep(POLL_S)
         time.sleep(GRACE_S / 2)
 
     def kill(self) -> None:
@@ -242,7 +251,8 @@ class _Job:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
+    # A rank that is to show its stacks before it can would end by that signal.
+    with log.open("ab") as output, blocked({STACKS_SIGNAL}):
         return subprocess.Popen(
             [sys.executable, "-u", "-m", "adaptra_megatron.tools.local_ranks.launch_ranks", *argv],
             env={**environment, PARENT_VARIABLE: str(os.getpid())},
@@ -258,10 +268,20 @@ BRIEF_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:5"}
 name server loses requests."""
 
 
+@contextlib.contextmanager
+def _store_of(env: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """Serve the job's store meanwhile, as torchrun's agent does, unless `env` names one. Yields its environment."""
+    if "MASTER_PORT" in env:
+        yield {}
+        return
+    from adaptra_megatron.elastic.launch.endpoint import serve_store  # torch: a rank that starts here has no use for it
+
+    store = serve_store("127.0.0.1", 0, STORE_S)
+    yield {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def _environments(world_size: int, more: Mapping[str, str]) -> list[dict[str, str]]:
-    port = str(free_port())
-    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     common |= BRIEF_LOOKUPS
     return [
         rank_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}) for rank in range(world_size)

@@ -44,7 +44,7 @@ from testing.faults.operation_board import (
 )
 from testing.training.exact_sums import LARGEST, STEP, make_sums_exact
 
-LATE_S, ENDS_S = 1.0, 10.0
+LATE_S, ENDS_S = 3.0, 20.0
 until = partial(waiting.until, limit_s=ENDS_S)
 GROUP = "DATA_PARALLEL_GROUP#0"
 FORCED = f"1:2:in:DATA_PARALLEL:{LATE_S}"
@@ -207,7 +207,7 @@ def test_stores_groups_and_threads_of_the_package_are_late_while_it_lasts(tmp_pa
 
     control = ControlStore(dist.HashStore(), bytes(32), "token")
     before = (FaultTolerantGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start)
-    late, ran = [Lateness("store", 1.0, 0.001), Lateness("threads", 1.0, 0.2)], list[str]()
+    late, ran = [Lateness("store", 1.0, 0.001), Lateness("threads", 1.0, 2.0, seed=10989)], list[str]()
     with LateRank(late, tmp_path, 0, 1):
         client = control.client("a place")
         client.set("key", b"value")

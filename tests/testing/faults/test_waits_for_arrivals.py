@@ -50,6 +50,7 @@ def keeping(records: Records, monkeypatch: pytest.MonkeyPatch) -> Records:
 
 
 def test_it_goes_on_once_all_are_back(waits: type[Arrivals], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deaths, "ARRIVES_S", 20.0)
     records = keeping(Records(None, WHOLE, WITHOUT, WITHOUT, AGAIN), monkeypatch)
     waits([3]).set_iteration(2)
     assert records.looks == 0

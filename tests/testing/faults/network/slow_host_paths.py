@@ -46,7 +46,7 @@ def start(transport_name: str, *, both_paths: bool = False, preferred: Path = Pa
     if both_paths:
         maker = LinkMaker(rendezvous, None)
         maker.connect(wrap=False)
-        transport = HostTransport(rendezvous, 1, settings, PathSettings(preferred=preferred), maker)
+        transport = HostTransport(rendezvous, 1, settings, PathSettings(preferred=preferred, stall_s=10.0), maker)
     else:
         transport = HostTransport(rendezvous, 1, settings)
     transport.describe(TensorSpecification(SHAPE, torch.float32, torch.device("cpu")))

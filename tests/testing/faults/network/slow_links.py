@@ -95,8 +95,7 @@ def batched_operations_in_a_group_are_struck(rank: int, links: SlowLinks) -> Non
     """As Megatron's p2p communication without overlap, which torch turns into isend with a rank of the group."""
     group = dist.new_group([0, 1])
     struck = dict(links.struck)
-    dist.barrier()
-    started = time.monotonic()
+    started = together(0)
     tensor = torch.full((4,), float(rank))
     received = torch.empty(4)
     operations = [

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -85,7 +86,7 @@ def test_turns_of_a_spell_that_another_follows() -> None:
 
 def test_a_stage_pauses_where_its_story_says(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("testing.faults.pauses.time.sleep", slept.append)
+    monkeypatch.setattr("testing.faults.pauses.time", SimpleNamespace(sleep=slept.append))
     pauses = Pauses(
         [
             Pause(iteration=1, stage=0, seconds=1.0),
