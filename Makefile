@@ -196,7 +196,7 @@ soak: $(INSTALLED)
 	$(BIN)/python -m campaigns.soak $(SOAK)
 
 campaign-deaths: $(INSTALLED)
-	nice -n 5 $(BIN)/python -m campaigns.deaths $(DEATHS)
+	$(BIN)/python -m campaigns.deaths $(DEATHS)
 
 closed-loop: $(INSTALLED)
 	$(BIN)/python -m campaigns.closed_loop $(CLOSED_LOOP)

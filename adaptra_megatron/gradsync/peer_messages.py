@@ -22,7 +22,7 @@ from adaptra_megatron.common.gathering import epoch_group, nccl_group
 _ACCUSED = "accused"
 _STORE_S = 5.0
 """Time limit of the store's answers after everything else has failed."""
-_TRACED_S = 1.0
+_TRACED_S = 3.0
 """Longest wait for accused ranks to accuse others: timeouts of waits that began together differ by less."""
 _POLL_S = 20e-6
 _TAG = 0

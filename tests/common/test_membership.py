@@ -90,6 +90,7 @@ def test_a_record_that_the_coordinator_did_not_write_is_refused(store: Any, envi
     records.publish(EPOCHS[0])
     assert records.newest() == EPOCHS[0]
     store.set("adaptra/launch/a job/membership/newest", "1")
+    assert store.get("adaptra/launch/a job/membership/newest") == b"1"
     with pytest.raises(TamperedError, match="membership/newest"):
         MembershipRecords.of_rank(10.0, environment).newest()
 
@@ -105,6 +106,7 @@ def test_records_of_131072_ranks_are_in_parts_that_the_store_takes(store: Any, e
     writer, reader = MembershipRecords(launch_store(store, "a job")), MembershipRecords.of_rank(10.0, environment)
     writer.publish_layout(layout)
     writer.publish(membership)
+    assert writer.newest() == membership
     assert reader.layout() == layout
     assert reader.newest() == membership
     sizes = [len(store.get(key)) for key in store.list_keys()]
@@ -117,9 +119,9 @@ def test_a_record_is_read_once_however_often_it_is_polled_for(
 ) -> None:
     writer, reader = MembershipRecords(launch_store(store, "a job")), MembershipRecords.of_rank(10.0, environment)
     writer.publish(EPOCHS[0])
-    assert reader.newest() == EPOCHS[0]
+    assert writer.newest() == reader.newest() == EPOCHS[0]
     monkeypatch.delattr(SealedStore, "get")
     assert reader.newest() == EPOCHS[0]
     monkeypatch.undo()
     writer.publish(EPOCHS[1])
-    assert reader.newest() == EPOCHS[1]
+    assert writer.newest() == reader.newest() == EPOCHS[1]

@@ -15,7 +15,7 @@ def train(dump: Path, *flags: str, **how: bool) -> list[RankResult]:
     """On plain Python processes, as torchrun starts them; the flag is on their command line. `how`: for run_ranks."""
     check_start_up_line()
     command = [str(STAND_IN / "train.py"), "--train-iters", str(ITERATIONS), "--dump-state", str(dump), *flags]
-    return run_ranks(2, command, timeout_s=100, log_directory=dump.with_suffix(".logs"), **how)
+    return run_ranks(2, command, timeout_s=140, log_directory=dump.with_suffix(".logs"), **how)
 
 
 def test_the_flag_changes_who_runs_and_no_number(tmp_path: Path) -> None:

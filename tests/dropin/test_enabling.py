@@ -6,16 +6,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from adaptra_megatron.patches import PATCHES, PatchError, application, enable, in_force
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.engine import enabling
 from adaptra_megatron.engine.bootstrap import BRIDGE, MegatronHooks
 from adaptra_megatron.engine.enabling import Enabling, refuse
 from adaptra_megatron.schedule.classic import one_f_one_b
@@ -35,7 +35,7 @@ def test_what_is_refused_is_left_to_the_first_rank_to_say(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(enabling, "time", SimpleNamespace(sleep=waited.append))
     with pytest.raises(SystemExit) as exit_:
         refuse("script", "no such interface")
     assert (waited, exit_.value.code) == (waits, 2)

@@ -38,7 +38,7 @@ def test_a_constructor_that_starts_late_joins_no_group_of_the_next_generation(mo
     rank waits for them until the job's timeout."""
     layout = JobLayout(0, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in range(REPLICAS)})
     groups, before, after = FaultTolerantGroups(), Meetings(), Meetings()
-    groups._layout, groups._control = layout, before  # type: ignore[assignment]
+    groups._layout, groups._control, groups._timeout_s = layout, before, 20.0  # type: ignore[assignment]
     group = FaultTolerantGroup(groups, range(REPLICAS), 0, "model parallel")
     groups._groups.append(group)
     late: list[Callable[[], Any]] = []

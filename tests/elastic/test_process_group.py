@@ -263,6 +263,8 @@ def stuck_fence(*, aborted: bool) -> Fence:
         if name != "unused":
             group.allreduce()
     fence.close()
+    for abort in fence._aborts.values():
+        abort.join(20.0)
     return fence
 
 
@@ -310,12 +312,14 @@ def test_a_communicator_that_cannot_be_aborted_ends_this_rank_alone() -> None:
 def test_a_training_thread_in_the_driver_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, native = FaultTolerantGroups(), AbortedAfter()
     groups._fence.guarded(native, "data#0", (0, 1), None)
-    monkeypatch.setattr(process_group_manager, "_IN_DRIVER_S", 0.05)
+    in_driver = threading.Event()
+    monkeypatch.setattr(process_group_manager, "time", SimpleNamespace(sleep=lambda _: in_driver.wait(20.0)))
     groups.interrupt()
     assert not native.aborted.wait(0.2), "on CPUs each wait has checks"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     groups.interrupt()
     groups.ended.clear()  # as it enters the next generation
+    in_driver.set()
     assert not native.aborted.wait(0.2), "those of the next generation go on"
     groups.interrupt()
     assert native.aborted.wait(20.0)

@@ -73,7 +73,7 @@ def source() -> None:
     given_up(lambda: send(3))
     dist.barrier()
     with pytest.raises(RuntimeError):  # the other has gone
-        send(4).await_target()
+        send(4, TIMEOUT_S).await_target()
 
 
 def target() -> None:
@@ -81,9 +81,8 @@ def target() -> None:
     receive(end)
     end.signal()
     end.leave()
-    end = channel(2)
     with pytest.raises(RuntimeError):
-        receive(end, lambda tensor: time.sleep(SLOW_S))
+        receive(channel(2), lambda tensor: time.sleep(SLOW_S))
     dist.barrier()  # it has not come to generation 3
     end = channel(4, key=b"of another job".ljust(32))
     with pytest.raises(StateError):

@@ -86,9 +86,6 @@ def test_a_timeout_that_is_too_short_is_named(
     path.write_text(schedule_to_csv(one_f_one_b(STAGES, MICRO_BATCHES)))
     given = ("--adaptra-plan-csv", str(path), "--adaptra-host-transport", transport, "--adaptra-timeout-s", "0.0005")
     results = train(start_ranks, *given)
-    # Rank 0 may have ended, and with it the store, before the other one waits for anything.
-    if "the job's store at" in results[1].output.strip().splitlines()[-1]:
-        assert results.pop().returncode == 1
     refused(results, "TransportError", "0.0005 s (--adaptra-timeout-s)")
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from fuzz.worker import FUZZERS, HANG_S
+from fuzz.worker import FUZZERS, HANG_S, START_S
 
 WORKER = ["-m", "fuzz.worker"]
 SELF_CHECK = "self_check"
@@ -87,7 +87,7 @@ def _listen(pipe: int) -> tuple[str, bool]:
     last, rest = "", b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
-        while selector.select(HANG_S):
+        while selector.select(HANG_S if last else START_S):
             data = os.read(pipe, 1 << 16)
             if not data:
                 return last, False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -25,7 +26,7 @@ from fuzz.mutations import spoil_header, spoil_stream
 from fuzz.reference_inbox import REFUSED, Header, Outcome, ReferenceInbox, received, same
 
 STALL_S = 0.02
-"""Far less than a case may take, far more than bytes take that are there."""
+"""Far less than a case may take, far more than bytes take that are there: not where their sender waits for room."""
 
 
 def case(random: Random, deadline_s: float) -> int:
@@ -53,6 +54,8 @@ def _through_a_socket(ring: Ring, stream: bytes, stays: bool, deadline_s: float)
     box = Inbox(max_message_nbytes=MAX_MESSAGE_NBYTES, pooled_nbytes=1 << 20, window_nbytes=WINDOW_NBYTES)
     said: list[str] = []
     ours, theirs = socket.socketpair()
+    at_once = len(stream) < ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+    stall_s = (STALL_S if at_once else 0.5) if stays else 5.0
 
     def send() -> None:
         with contextlib.suppress(OSError):  # the pump has given up
@@ -61,17 +64,23 @@ def _through_a_socket(ring: Ring, stream: bytes, stays: bool, deadline_s: float)
                 theirs.shutdown(socket.SHUT_WR)
 
     def receive() -> None:
-        said.append(receive_frames(ring, ours.fileno(), MAX_MESSAGE_NBYTES, STALL_S, PumpCounters()))
+        said.append(receive_frames(ring, ours.fileno(), MAX_MESSAGE_NBYTES, stall_s, PumpCounters()))
         ring.close()
         theirs.shutdown(socket.SHUT_RDWR)
 
+    def stay() -> None:
+        """Between two frames a pump waits for as long as its ring is open."""
+        threads[0].join()
+        while not said and (ring.backlog or select.select([ours], [], [], 0.0)[0]):
+            time.sleep(0.001)
+        time.sleep(10 * STALL_S)
+        ring.close()
+        ours.shutdown(socket.SHUT_RD)
+
     with ours, theirs:
-        threads = [threading.Thread(target=work) for work in (send, receive)]
+        threads = [threading.Thread(target=work) for work in (send, receive, *([stay] if stays else []))]
         for thread in threads:
             thread.start()
-        if stays:  # between two frames a pump waits for as long as its ring is open
-            threads.append(threading.Timer(10 * STALL_S, lambda: (ring.close(), ours.shutdown(socket.SHUT_RD))))
-            threads[-1].start()
         found = _everything(box, ring, deadline_s)
         for thread in threads:
             thread.join()

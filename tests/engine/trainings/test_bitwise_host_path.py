@@ -39,7 +39,8 @@ def test_bitwise_equal_to_stock_on_either_path(layout: str, tmp_path: Path, fork
     variants = [Variant("stock", arguments)]
     for transport, path, flaps in PATHS:
         flags = ("--adaptra", "--adaptra-host-transport", transport, "--adaptra-path", path)
-        flags += ("--emulate-path-flaps", "7") if flaps else ()
+        # Else a busy machine may make a path look slow, and the other one is taken.
+        flags += ("--emulate-path-flaps", "7") if flaps else ("--adaptra-policy", "observe")
         name = f"{transport}, {'paths at random' if flaps else path}"
         variants.append(Variant(name, (*arguments, *flags), like="stock"))
     reports = run_variants(world_size, variants, timeout_s=140, server=fork_server, directory=tmp_path)
@@ -56,7 +57,7 @@ def test_bitwise_equal_to_stock_on_either_path(layout: str, tmp_path: Path, fork
             assert switches >= 20
             assert min(by_device, by_host) >= 20
         elif path == "host":
-            assert by_host > 2 * by_device, "a busy machine may make a link look slow for a while"
+            assert by_host > 2 * by_device, "the preferred path"
         else:
             assert by_device > 2 * by_host, "the device path takes over as soon as it is up"
 

@@ -25,7 +25,7 @@ def test_plans_use_the_memory_of_each_stage_and_never_more(start_ranks: Callable
     arguments = (
         f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} "
         f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {ITERATIONS} "
-        f"--emulate-prompt-planner --emulate-compute-ms {COMPUTE_MS},{COMPUTE_MS},{COMPUTE_MS} "
+        f"--emulate-prompt-planner --emulate-exact-times --emulate-compute-ms {COMPUTE_MS},{COMPUTE_MS},{COMPUTE_MS} "
         f"--emulate-slow-link 1-2:latency_ms={LATENCY_MS},path=both --adaptra "
         f"--adaptra-trace-dir {tmp_path / 'run'}"
     )

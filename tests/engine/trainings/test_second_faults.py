@@ -126,7 +126,7 @@ def check_ends_alone(results: list[RankResult], rank: int, why: str, peace: Path
     """A rank must have ended with that error of its device, and the others as without it."""
     failed = results[rank]
     assert failed.returncode == 1
-    assert why in failed.output
+    assert re.search(why, failed.output)
     assert "the device of this rank has failed or hangs, so it ends" in failed.output
     # For the others a death like any other.
     dead = [replace(result, returncode=KILLED) if result is failed else result for result in results]
@@ -137,7 +137,7 @@ def check_ends_alone(results: list[RankResult], rank: int, why: str, peace: Path
 def test_a_rank_whose_operation_does_not_end_ends_alone(peace: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     """Before the others, which wait for it in the store, have waited for the timeout."""
     results = run(tmp_path, fork_server, [STRUCK_RANKS, "stuck:4"], "--adaptra-timeout-s 8")
-    why = "an all-reduce over a GPU that hangs has not ended 4.0 s after"
+    why = r"an all-reduce over a GPU that hangs has not ended [4-7]\.[0-9] s after"
     check_ends_alone(results, 4, why, peace, tmp_path)
 
 
