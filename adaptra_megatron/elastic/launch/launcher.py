@@ -342,8 +342,9 @@ class Launcher:
                 if self._settings.policy.no_kill and self._settings.config.max_restarts:
                     beat = 0 if view.state is None else view.state.beat
                     self._failed += [(ending, beat, 0) for ending in endings if ending.failed]
-            self._plan_restarts(view)
-            if (verdict := self._signalled() or self._judged(view)) is not None:
+            verdict = self._signalled() or self._judged(view)
+            self._plan_restarts(view, last=verdict is not None)
+            if verdict is not None:
                 return verdict
             if self._workers is None and view.start is not None and (verdict := self._start(view)) is not None:
                 return verdict
@@ -354,8 +355,8 @@ class Launcher:
                 self._workers.kill({rank - first: start for rank, start in view.state.stalled.items()})
             self._link.changed.wait(POLL_S)
 
-    def _plan_restarts(self, view: View) -> None:
-        """Schedule restarts of failed ranks, if the job can admit them."""
+    def _plan_restarts(self, view: View, *, last: bool) -> None:
+        """Schedule restarts of failed ranks, if the job can admit them. `last`: no later state is waited for."""
         state, failed = view.state, self._failed
         self._failed = []
         for ending, beat, news in failed:
@@ -363,7 +364,7 @@ class Launcher:
                 # `admitted` has only ranks that were started again. A first process (start 0) needed no admission.
                 trained = state.admitted.get(_first_rank(view) + ending.local_rank, 0) == ending.start
                 self._plan_restart(ending.local_rank, ending.why, trained=trained)
-            elif news < _NEWS:
+            elif news < _NEWS and not last:
                 newest = beat if state is None else state.beat
                 self._failed.append((ending, newest, news + (newest > beat)))
             else:

@@ -142,6 +142,12 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
     assert "ended well, but without 1 ranks: rank 1 on host" in launched.output
 
 
+def test_why_the_only_rank_is_not_started_again_is_said_though_the_job_ends(launches: Launches) -> None:
+    launched = launches.launch("--no-kill", "--max-restarts", 2, launches.script("sys.exit(3)"))
+    assert launched.wait() == 1
+    assert "ended with exit status 3 and is not started again (--max-restarts 2)" in launched.output
+
+
 def test_a_job_fails_where_ranks_fail_after_another_has_ended_with_status_0(launches: Launches) -> None:
     script = launches.script(
         """
