@@ -114,10 +114,7 @@ def acknowledges(connection: socket.socket, within_s: float) -> bool:
 
 Result = TypeVar("Result")
 
-SECRET_NBYTES = 32
-NONCE_NBYTES = 32
-SESSION_NBYTES = 16
-JOB_NBYTES = 16
+SECRET_NBYTES, NONCE_NBYTES, SESSION_NBYTES, JOB_NBYTES = 32, 32, 16, 16
 
 _MAGIC = b"adaptra\n"
 VERSION = 4

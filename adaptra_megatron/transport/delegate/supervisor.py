@@ -73,17 +73,17 @@ class Heartbeat:
 
     def __init__(self, now_s: float) -> None:
         self.silent_s = 0.0
-        """Seconds since the unanswered ping, counting only time in which this process ran."""
-        self.next_s = now_s
-        self._last_s = now_s
-        self._asked = 0
-        self._answered = 0
+        """Seconds since the unanswered ping, counting only time in which this process ran, and that one could."""
+        self.unanswered_s = 0.0
+        self.next_s = self._last_s = now_s
+        self._asked = self._answered = 0
 
     def exhausts(self, patience_s: float) -> bool:
-        """Return whether the delegate has been silent for longer than `patience_s`, or STARTING_S before its first
-        answer.
+        """Return whether the delegate has been silent for longer than `patience_s`; while it starts, or waits for a
+        core, STARTING_S.
         """
-        return self.silent_s >= (patience_s if self._answered else max(STARTING_S, patience_s))
+        longest_s = max(STARTING_S, patience_s)
+        return self.unanswered_s >= longest_s or self.silent_s >= (patience_s if self._answered else longest_s)
 
     def tick(self, now_s: float, waits_for_a_core: Callable[[float], bool] = lambda _: False) -> int | None:
         """Return the number of the ping to send now; None if none is due. `waits_for_a_core`: see `DelegateProcess`."""
@@ -91,8 +91,10 @@ class Heartbeat:
             return None
         on_time, elapsed_s = now_s - self.next_s <= LATE_S, now_s - self._last_s
         self._last_s, self.next_s = now_s, now_s + INTERVAL_S
+        waits = waits_for_a_core(elapsed_s)
         if self._asked > self._answered:
-            self.silent_s += elapsed_s if on_time and not waits_for_a_core(elapsed_s) else 0.0
+            self.unanswered_s += elapsed_s if on_time else 0.0
+            self.silent_s += elapsed_s if on_time and not waits else 0.0
             return None
         self._asked += 1
         return self._asked
@@ -101,7 +103,7 @@ class Heartbeat:
         """Record the pong of ping `number`."""
         self._answered = max(self._answered, number)
         if self._answered == self._asked:
-            self.silent_s = 0.0
+            self.silent_s = self.unanswered_s = 0.0
 
 
 class DelegateProcess(ChildProcess):
@@ -122,7 +124,7 @@ class DelegateProcess(ChildProcess):
         with contextlib.suppress(OSError):  # it has ended, or this kernel does not say
             state = (place / "stat").read_text().rpartition(")")[2].split()[0]
             self._ran_s = 1e-9 * int((place / "schedstat").read_text().split()[0])
-            return state == "R" and self._ran_s - before_s < elapsed_s / 2
+            return state == "R" and 0.0 < self._ran_s < before_s + elapsed_s / 2
         return False
 
 
@@ -480,7 +482,9 @@ class Supervisor:
             # A slow machine, perhaps: otherwise each new delegate would be killed as well.
             self._patience_s *= 2
             process = self._delegate.process.pid
-            await self._lose(0.0, f"(process {process}) did not answer for {heartbeat.silent_s:.1f} s and was killed")
+            await self._lose(
+                0.0, f"(process {process}) did not answer for {heartbeat.unanswered_s:.1f} s and was killed"
+            )
 
     def _replace(self, what: str) -> None:
         """Start another delegate after a failure (`what`), with back-off."""

@@ -45,7 +45,7 @@ _REMEMBERED = 1024
 """Number of latest keys kept: more than the host path's window, which bounds how old an unacknowledged one is."""
 _CONFIRMED_TOGETHER, _CONFIRMED_NBYTES = 8, 32 << 20
 _LATE_S = 0.1
-"""A check later than this means that this process did not run: that is no proof against the path."""
+"""A check later than this may mean that this process did not run, and has not read what has arrived."""
 _PROVES, _MEASURES = -1, -2
 """Stand-ins for message numbers: a probe of a new session, and a probe of a measuring burst."""
 
@@ -121,8 +121,8 @@ class _Session:
     """Time at which that arrived."""
     sent_nbytes: int = 0
     """Size of the first missing message."""
-    excused: bool = False
-    """True if it has got more time, once, since this process did not run."""
+    excused_until_s: float = 0.0
+    """Time that it got, once, as the check came late; else 0."""
 
 
 class Receiver(Generic[Specification]):
@@ -211,7 +211,7 @@ class Receiver(Generic[Specification]):
         current.received += 1
         # The sender's answer was about this message: the next one is asked about anew.
         current.asked_s = current.sent_s = math.inf
-        current.excused = False
+        current.excused_until_s = 0.0
         current.unconfirmed_nbytes += nbytes
         due = current.received - current.confirmed
         # If messages are awaited, acknowledgements may be collected, as the sender does not wait for them. It may wait
@@ -290,12 +290,10 @@ class Receiver(Generic[Specification]):
         index = current.received
         if current.sent > index and math.isfinite(current.sent_s):
             until_s = current.sent_s + settings.stall_s + self._transfers.allowed_s(current.sent_nbytes)
-            if now_s < until_s:
+            if now_s > until_s + _LATE_S and not current.excused_until_s:
+                current.excused_until_s = now_s + settings.suspicion_s
+            if now_s < (until_s := max(until_s, current.excused_until_s)):
                 return until_s
-            if now_s > until_s + _LATE_S and not current.excused:
-                # This process did not run, and may not have read what has arrived meanwhile.
-                current.excused, current.sent_s = True, current.sent_s + now_s + settings.suspicion_s - until_s
-                return now_s + settings.suspicion_s
             waited_s = now_s - current.sent_s
             # A lower bound: after this failure, a path that is merely slow gets more time.
             self._transfers.took(current.sent_nbytes, waited_s)

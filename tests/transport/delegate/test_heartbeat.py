@@ -89,6 +89,15 @@ def test_silence_of_a_delegate_that_waits_for_a_core_does_not_count() -> None:
     assert heartbeat.silent_s == INTERVAL_S
 
 
+def test_a_delegate_that_waits_for_a_core_has_as_long_as_for_its_start() -> None:
+    heartbeat = Heartbeat(5.0)
+    begun_s = answering(heartbeat)
+    heartbeat.tick(heartbeat.next_s)
+    while not heartbeat.exhausts(PATIENCE_S):
+        heartbeat.tick(heartbeat.next_s, lambda _: True)
+    assert STARTING_S <= heartbeat.next_s - begun_s < STARTING_S + 3 * INTERVAL_S
+
+
 SPINS = """
 import os, sys
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

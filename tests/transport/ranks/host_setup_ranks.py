@@ -65,7 +65,7 @@ def refused(settings: HostSettings, *said: str) -> None:
     for part in said:
         assert part in message, f"{part!r} is not in {message!r}"
     del caught
-    # Rank 0 serves the store: what it holds for the clients of rank 1 goes a moment after they have.
+    # Connections go a moment after their other ends have.
     until(lambda: no_more(held(), before), f"more than {before} is held")
     dist.barrier()  # the other rank's next client would be counted
 

@@ -125,5 +125,5 @@ def our_threads() -> list[str]:
 
 
 def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:
-    """Return whether nothing has grown. Connections of rank 0's store go late, once their other ends have gone."""
+    """Return whether nothing has grown. Connections go late, once their other ends have gone."""
     return all(held[what] <= before[what] for what in before)

@@ -75,7 +75,7 @@ def lost(transport: Transport) -> None:
         assert any(name in str(caught.value) for name in ("link 2->1", "rank 2 (stage 2 on"))
         assert "Look at rank 2" in str(caught.value)
     else:
-        time.sleep(4.0)  # rank 0 serves the store, and is not to die too
+        time.sleep(4.0)  # it is not to die too
     sys.stdout.write("survived")
     sys.stdout.flush()
     os._exit(0)
