@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -182,15 +183,17 @@ def plan_slowly() -> None:
         return Decision(len(taken), plan(len(taken)))
 
     exchange = exchange_of(plan_of)
-    decisions = []
+    decisions, waits_s = [], []
     for iteration in range(5 * PLANNED_OVER):
-        begun[0] = iteration
+        begun[0], begun_s = iteration, time.monotonic()
         if iteration >= DELAY:
             decisions.append(exchange.decision(iteration))
+            waits_s.append(time.monotonic() - begun_s)
         exchange.post(iteration, measurement(iteration))
         time.sleep(PAUSE_S)
         dist.barrier()
     ended.set()
+    assert statistics.median(waits_s) < PAUSE_S, waits_s
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, decisions)
     assert gathered == [decisions] * dist.get_world_size()
@@ -279,7 +282,7 @@ def lose_the_leader() -> None:
     exchange = exchange_of(lambda _: Decision(1))
     dist.barrier()
     if rank == 0:
-        _end("hung", 2 * TIMEOUT_S)  # its process still serves the store, as torchrun's agent would
+        _end("hung", 2 * TIMEOUT_S)
     exchange.post(0, measurement(0))
     _expect_error(exchange, f"within {TIMEOUT_S:g} s")
 
@@ -322,7 +325,7 @@ def _expect_error(exchange: PlanExchange, part: str) -> None:
 def _end(word: str, after_s: float) -> NoReturn:
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
-    time.sleep(after_s)  # rank 0 serves the store, and its links tell others that it is there
+    time.sleep(after_s)  # the links of rank 0 tell others that it is there
     os._exit(0)
 
 

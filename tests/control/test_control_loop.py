@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.processes import RankResult
 
+from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
+
 RANKS = str(Path(__file__).with_name("exchange_ranks.py"))
 
 
@@ -35,7 +37,9 @@ def test_late_plans_and_late_ranks_hold_up_no_rank(start_ranks: Callable[..., li
 def test_the_rank_that_is_lost(
     start_ranks: Callable[..., list[RankResult]], scenario: str, lost: int | None, survivors: tuple[int, ...]
 ) -> None:
-    results = start_ranks(3, [RANKS, scenario], timeout_s=60, check=False, stop_on_failure=False)
+    served_by_rank_0 = {"MASTER_PORT": str(free_port())} if scenario.startswith("lose_the_store") else {}
+    argv = [RANKS, scenario]
+    results = start_ranks(3, argv, timeout_s=60, env=served_by_rank_0, check=False, stop_on_failure=False)
     if lost is not None:
         assert results[lost].returncode == -signal.SIGKILL
     for rank in survivors:

@@ -16,6 +16,7 @@ from support.processes import TRAIN_GPT, RankResult, run_ranks
 
 from adaptra_megatron.telemetry.event_log import read_events
 from adaptra_megatron.telemetry.events import RunEnded
+from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from testing.jobs.fault_tolerant_jobs import run_with_failures
 from testing.jobs.fork_server import ForkServer
 
@@ -57,7 +58,9 @@ def test_an_error_in_one_rank_ends_all_soon(
         f"--global-batch-size {micro_batches * 4 // stages} --no-gradient-accumulation-fusion --adaptra {flags}"
     )
     program = [RAISING, str(rank), str(action), *arguments.split()]
-    results = start_ranks(4, program, timeout_s=60, check=False, stop_on_failure=False)
+    # Where rank 0 raises, the job's store goes with it.
+    env = {"MASTER_PORT": str(free_port())} if rank == 0 else {}
+    results = start_ranks(4, program, timeout_s=60, env=env, check=False, stop_on_failure=False)
     ended_s = time.monotonic()
     (raised,) = re.findall(r"^raised at (.*)$", results[rank].output, re.MULTILINE)
     assert ended_s - float(raised) < SOON_S

@@ -77,7 +77,7 @@ def watch(name: str, first: int, last: int, seconds: float, extensions: Path | N
         complaints.seek(0)
         said = complaints.read()
     word, number, tried = (received or "nothing 0 0").split()
-    how = f"nothing for {HANG_S:g} s" if hung else f"exit status {process.returncode}"
+    how = f"nothing for {HANG_S if received else START_S:g} s" if hung else f"exit status {process.returncode}"
     failure = "" if word == "done" and process.returncode == 0 else f"{how}\n{said}"
     return Result(name, int(number), int(tried), time.monotonic() - began_s, failure)
 

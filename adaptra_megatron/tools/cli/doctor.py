@@ -44,7 +44,7 @@ _LEAST_S = 2.0
 
 
 def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> list[HostFinding]:
-    """Return one finding per transport, within about `deadline_s` seconds (the launcher takes up to 2 s to end its
+    """Return one finding per transport, within about `deadline_s` seconds (the launcher takes up to 5 s to end its
     ranks)."""
     until_s = time.monotonic() + deadline_s
     found: dict[str, HostFinding] = {}
@@ -80,7 +80,9 @@ def _run_ranks(transports: Sequence[str], timeout_s: float) -> tuple[list[dict[s
 
 
 def _last_output(error: LaunchError, timeout_s: float) -> str:
-    """Return the last line of each rank that failed by itself: Python's exception."""
+    """Return the last line of each rank that failed by itself: Python's exception. Without ranks, the error."""
+    if not error.results:
+        return str(error)
     said = []
     for result in error.results:
         if result.returncode > 0:

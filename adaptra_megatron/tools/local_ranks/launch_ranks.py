@@ -118,14 +118,14 @@ def run_ranks(
         log_directory: gets `rank<N>.log`; default: a new temporary directory, which is left behind.
         server: fork the ranks from it; None starts plain Python processes.
         check: raise unless all ranks exit with 0; else return whatever happened.
-        stop_on_failure: once a rank has failed, kill the others after a second.
+        stop_on_failure: once a rank has failed, kill the others after a second, and once they have shown their stacks.
         echo: called with every line that the last rank writes, as it writes it.
         ended: called with each rank that has ended and its exit status. Where it returns environment variables, the
             rank is started again with them, and goes on with its log.
         stalled: asked again and again for ranks that are to be killed.
 
     Raises:
-        LaunchError: with `check`, a rank failed; or one ran past `timeout_s`.
+        LaunchError: with `check`, a rank failed; or one ran past `timeout_s`; or there is no torch that serves a store.
     """
     directory = Path(tempfile.mkdtemp(prefix="adaptra-ranks-") if log_directory is None else log_directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -274,9 +274,14 @@ def _store_of(env: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     if "MASTER_PORT" in env:
         yield {}
         return
-    from adaptra_megatron.elastic.launch.endpoint import serve_store  # torch: a rank that starts here has no use for it
+    try:
+        from adaptra_megatron.elastic.launch.endpoint import (
+            serve_store,
+        )  # torch: a rank that starts here needs none yet
 
-    store = serve_store("127.0.0.1", 0, STORE_S)
+        store = serve_store("127.0.0.1", 0, STORE_S)
+    except (ImportError, OSError, RuntimeError) as cause:
+        raise LaunchError(f"the job's store cannot be served at 127.0.0.1: {cause}", []) from cause
     yield {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
