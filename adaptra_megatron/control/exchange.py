@@ -388,6 +388,7 @@ class DecisionPublisher:
         there."""
         self._publish_orders(routing)
         self._writing.set_parts(decision_key(iteration), packet)
+        self._writing.check([decision_key(iteration)])  # answered once all before is there: what is set is not
         self._planner.spread(iteration, packet)
 
     def _store_soon(self, *writes: Callable[[], object]) -> None:

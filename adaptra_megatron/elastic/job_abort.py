@@ -194,9 +194,8 @@ def publish_error(
         log_own(name, error)
     text = plain_text(f"{type(error).__name__}: {str(error)[:500]}")
     with suppress(RuntimeError):
-        # The first error is the cause; errors that follow from it must not replace it. Two at once are equally good.
-        if store.peek(_ERROR) is None:
-            store.set(_ERROR, packed(ErrorNotice(name, text, os.getpid(), process_identity(), serves)))
+        # The first error is the cause; errors that follow from it must not replace it.
+        store.put_once(_ERROR, packed(ErrorNotice(name, text, os.getpid(), process_identity(), serves)))
 
 
 def end_job(control: ControlStore, layout: JobLayout, error: BaseException) -> Ending:

@@ -18,7 +18,15 @@ from torch.distributed import HashStore
 from adaptra_megatron.common.handshake import accept
 from adaptra_megatron.common.sealed_store import MOST_NBYTES
 from adaptra_megatron.common.typed_messages import encoded
-from adaptra_megatron.control.decisions import DELAY, Decision, LinkName, MadeDecision, Paths, decision_of
+from adaptra_megatron.control.decisions import (
+    DELAY,
+    Decision,
+    LinkName,
+    MadeDecision,
+    Paths,
+    RoutingSection,
+    decision_of,
+)
 from adaptra_megatron.control.exchange import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -26,6 +34,7 @@ from adaptra_megatron.control.exchange import (
     DecisionReader,
     PollSchedule,
     decision_key,
+    order_key,
 )
 from adaptra_megatron.control.sidecar.planner_connections import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
@@ -198,6 +207,39 @@ def test_the_thread_that_writes_to_the_store_lives_while_there_is_something_to_w
             stopped.goes_on.set()
         until(lambda: WRITES not in {thread.name for thread in threading.enumerate()}, "it stays", 15.0)
     leader.close()
+
+
+class Unanswered:
+    """A client of a store whose writes come after all that others ask, until it asks for something itself."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+        self._sent: list[tuple[str, bytes]] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self._sent.append((key, value))
+
+    def __getattr__(self, name: str) -> Any:
+        while self._sent:
+            self._store.set(*self._sent.pop(0))
+        return getattr(self._store, name)
+
+
+def test_orders_are_in_the_store_before_a_decision_that_names_them_is_sent() -> None:
+    store, seen = HashStore(), list[bytes | None]()
+
+    class Looking(Idle):
+        """A planner process that passes decisions on at once, to ranks that look for their orders."""
+
+        def spread(self, iteration: int, packet: bytes) -> None:
+            seen.append(ControlOver(store).client("exchange").peek(order_key(1, "0.0")))
+
+    leader = DecisionPublisher(layout([[0, 1]], 0), Looking(), ControlOver(Unanswered(store)), "exchange")
+    routing = RoutingSection(number=1, micro_batches=4, orders={"0.0": "an order"})
+    leader.decisions.decided(0, Decision(1, routing=routing))
+    until(lambda: seen)
+    leader.close()
+    assert seen[0] == b"an order"
 
 
 def test_a_decision_that_is_larger_than_one_value_comes_by_the_store() -> None:

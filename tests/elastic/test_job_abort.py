@@ -47,7 +47,7 @@ def failed(error: Exception) -> Exception:
 class Silent:
     """A store that does not answer."""
 
-    def peek(self, key: str) -> bytes:
+    def put_once(self, key: str, value: bytes) -> bytes:
         raise dist.DistNetworkError("...")
 
 

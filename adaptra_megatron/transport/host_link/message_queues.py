@@ -185,10 +185,8 @@ class RetransmitQueue:
         """Messages, notes and probes that the host path has not acknowledged, by sequence number."""
         self._unwritten: OrderedDict[Outgoing, None] = OrderedDict()
         self._unwritten_notes: OrderedDict[Outgoing, None] = OrderedDict()
-        self._next_sequence = 0
-        self._next_note = 0
-        self._written_messages = 0
-        self._written_nbytes = 0
+        self._next_sequence = self._next_note = 0
+        self._written_messages = self._written_nbytes = 0
 
     def __len__(self) -> int:
         """Number of undelivered messages."""
