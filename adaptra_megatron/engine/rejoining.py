@@ -8,6 +8,7 @@ rank must hold comes from that shard's owner.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 import time
@@ -52,6 +53,8 @@ _SLICE = timedelta(milliseconds=20)
 _LEAST_RATE = 100e6
 """Rate in bytes per second at which a message is not late."""
 _LARGE_NBYTES = 1 << 20
+_RELEASED_S = 5.0
+"""Longest wait for the release of groups as the process ends."""
 _PROMPT_S, _MEETING_S = 0.02, 0.5
 """Time within which no message is late, however small, and no rank that has to meet another."""
 _SETTINGS = (
@@ -442,7 +445,10 @@ class _Channel:
 
     def leave(self) -> None:
         """Release the group, in another thread, since its destructor waits for pending operations."""
-        threading.Thread(target=self._held.clear, name="adaptra-hand-over", daemon=True).start()
+        thread = threading.Thread(target=self._held.clear, name="adaptra-hand-over", daemon=True)
+        thread.start()
+        # A thread that returns from C++ once Python ends aborts the process, and its launcher would count a failure.
+        atexit.register(thread.join, _RELEASED_S)
 
     def _broadcast(self, tensor: torch.Tensor, root: int, expected_s: float = 0.0) -> None:
         options = dist.BroadcastOptions()

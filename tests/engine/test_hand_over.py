@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +46,25 @@ MIB = 1 << 20
 def test_it_is_handed_over_or_given_up_in_time(start_ranks: Callable[..., list[RankResult]]) -> None:
     for result in start_ranks(2, [RANKS], timeout_s=100):
         assert "DONE" in result.output, result.output
+
+
+def test_a_process_ends_once_its_groups_are_released() -> None:
+    """What a thread does in C++ as Python ends is its last, and aborts the process if C++ has to clean up."""
+    program = """
+import ctypes, os
+from adaptra_megatron.engine.rejoining import _Channel
+
+class Group:
+    def __del__(self):
+        ctypes.CDLL(None).usleep(300_000)  # without the GIL, as a destructor of gloo waits
+        os.write(1, b"released")
+
+channel = object.__new__(_Channel)
+channel._held = [Group()]
+channel.leave()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=True)
+    assert done.stdout == b"released"
 
 
 def test_a_process_rejoins_once() -> None:
