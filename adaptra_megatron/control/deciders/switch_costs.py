@@ -33,24 +33,26 @@ class DeferredSwitch:
         `switch_s`: seconds that a switch takes. `urgent`: whether `current` cannot go on.
         """
         schedule, made = chosen
-        if made is None:
-            return self._wait(switch_s)
-        if schedule is None or urgent or not switch_s or not moves_forwards(current, schedule):
+        if made is not None and (schedule is None or urgent or not switch_s or not moves_forwards(current, schedule)):
             self._held, self._lost_s = None, 0.0
             return chosen
-        self._held = schedule, made
+        if self._held is not None:
+            _, before = self._held
+            self._lost_s += max(0.0, (before.current_predicted_s or before.predicted_s) - before.predicted_s)
+        if schedule is not None and made is not None:
+            self._held = schedule, made
+        if self._held is not None and self._lost_s >= switch_s:
+            return self._switch(switch_s)
+        if made is None:
+            return None, None
         reason = joined([_reason(made), f"held back until it has saved the {switch_s:.1f} s of a switch"])
         return None, dataclasses.replace(
             made, adopted=False, predicted_s=made.current_predicted_s or made.predicted_s, **reason_fields(reason)
         )
 
-    def _wait(self, switch_s: float) -> Chosen:
-        if self._held is None:
-            return None, None
+    def _switch(self, switch_s: float) -> Chosen:
+        assert self._held is not None
         schedule, made = self._held
-        self._lost_s += max(0.0, (made.current_predicted_s or made.predicted_s) - made.predicted_s)
-        if self._lost_s < switch_s:
-            return None, None
         reason = joined([_reason(made), f"it would have saved {self._lost_s:.1f} s, a switch takes {switch_s:.1f} s"])
         self._held, self._lost_s = None, 0.0
         return schedule, dataclasses.replace(made, **reason_fields(reason))

@@ -47,6 +47,20 @@ def test_a_switch_is_made_once_the_plan_would_have_saved_it(better: Chosen, swit
     assert switch.decide(NOTHING, CURRENT, switch_s) == NOTHING, "once"
 
 
+def test_a_better_plan_that_changes_all_the_time_is_switched_to_as_well(better: Chosen) -> None:
+    """As where the times of a link vary: each iteration plans anew."""
+    switch, (schedule, made) = DeferredSwitch(), better
+    assert made is not None
+    for number in range(3):
+        assert switch.decide((schedule, dataclasses.replace(made, reason=f"{number}")), CURRENT, 5.0)[0] is None
+    found, event = switch.decide((schedule, dataclasses.replace(made, reason="the latest")), CURRENT, 5.0)
+    assert found is schedule
+    assert event is not None
+    assert event.adopted
+    assert "the latest; it would have saved 6.0 s" in event.reason
+    assert switch.decide(NOTHING, CURRENT, 5.0) == NOTHING, "once"
+
+
 def test_what_ends_before_changes_nothing_and_counts_for_nothing_later(better: Chosen) -> None:
     switch, kept = DeferredSwitch(), dataclasses.replace(better[1], adopted=False)  # type: ignore[type-var]
     for _time in range(3):
