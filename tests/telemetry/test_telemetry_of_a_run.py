@@ -20,7 +20,7 @@ from testing.faults.holds import HELD_S
 from testing.jobs.fork_server import ForkServer
 from testing.waiting import until
 
-STAGES, MICRO_BATCHES, ITERATIONS, ONSET, HELD, LATENCY_S = 3, 6, 60, 12, 40, 0.04
+STAGES, MICRO_BATCHES, ITERATIONS, ONSET, HELD, LATENCY_S = 3, 6, 36, 12, 26, 0.16
 MESSAGE_NBYTES = 4 * 16 * 32
 PROGRAM = Path(__file__).with_name("telemetry_ranks.py")
 

@@ -27,7 +27,7 @@ def test_saved_in_the_background_while_a_path_fails(
         f"--global-batch-size 4 --train-iters {ITERATIONS}"
     ).split()
     saved = tmp_path / "checkpoints"
-    ours = f"--adaptra --adaptra-host-transport shm --save {saved} --save-interval 3".split()
+    ours = f"--adaptra --adaptra-policy observe --adaptra-host-transport shm --save {saved} --save-interval 3".split()
     wanted = [
         Variant("stock", tuple(arguments)),
         Variant("saves", (*arguments, *ours), like="stock"),

@@ -48,7 +48,8 @@ def test_plans_know_the_heavier_stage_and_a_slow_link_in_front_of_it(tmp_path: P
     )
     check_equal([stock, planned, online])
     # Whole backwards may take less than their halves: here they count as these.
-    costs = replace(costs_from_json(planned.adaptra[0]["measured_costs"]), backward_s=None)
+    # Without links, which a busy machine makes slow: it is about what stages compute.
+    costs = replace(costs_from_json(planned.adaptra[0]["measured_costs"]), backward_s=None, links={})
     compute_s = [sum(getattr(costs, name)[stage][0] for name in TABLES) for stage in range(STAGES)]
     assert compute_s[-1] > 1.5 * max(compute_s[:-1]), compute_s
     order = plan(costs).schedule

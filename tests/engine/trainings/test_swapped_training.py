@@ -14,7 +14,7 @@ ITERATIONS, ONSET, MICRO_BATCHES, RANKS = 10, 2, 6, 4
 TRAINING = (
     "--pipeline-model-parallel-size 2 --hidden-size 32 --seq-length 32 --mock-data --mock-data-padded "
     f"--variable-seq-lengths --no-gradient-accumulation-fusion --global-batch-size {MICRO_BATCHES * RANKS // 2} "
-    f"--train-iters {ITERATIONS} --emulate-compute-ms 6,6,6"
+    f"--train-iters {ITERATIONS} --emulate-compute-ms 24,24,24"
 )
 REROUTED = (
     "--adaptra --adaptra-reroute stragglers --adaptra-host-transport shm --adaptra-max-in-flight 8 "
