@@ -67,7 +67,7 @@ class SoakDriver:
         self._plan = [fault for fault in plan if not fault.kind.inside]
         self._delegates: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
-        """When each delegate that was stopped went on. It may be replaced a little later."""
+        """Times at which stopped delegates were continued. Each may still be replaced shortly afterwards."""
 
     def run(self) -> None:
         """Returns when all faults are done, or the job is over; what went wrong is in `problems`."""

@@ -49,7 +49,7 @@ def test_it_is_handed_over_or_given_up_in_time(start_ranks: Callable[..., list[R
 
 
 def test_a_process_ends_once_its_groups_are_released() -> None:
-    """What a thread does in C++ as Python ends is its last, and aborts the process if C++ has to clean up."""
+    """Exit waits for the release thread: if it returned from C++ during finalization, the process would abort."""
     program = """
 import ctypes, os
 from adaptra_megatron.engine.rejoining import _Channel

@@ -275,9 +275,8 @@ def _store_of(env: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
         yield {}
         return
     try:
-        from adaptra_megatron.elastic.launch.endpoint import (
-            serve_store,
-        )  # torch: a rank that starts here needs none yet
+        # Imports torch, which a rank that starts in this module does not need yet.
+        from adaptra_megatron.elastic.launch.endpoint import serve_store
 
         store = serve_store("127.0.0.1", 0, STORE_S)
     except (ImportError, OSError, RuntimeError) as cause:

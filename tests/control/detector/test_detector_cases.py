@@ -238,7 +238,7 @@ def test_probes_that_wait_for_a_core_make_no_path_slow_from_the_start(
 
 
 def test_a_level_of_nothing_may_be_slower_than_its_peers() -> None:
-    """Where clocks are corrected a message may seem to take no time at all, and others less than that."""
+    """Clock correction can yield a message time of 0 s, and negative times on other links."""
     settings = DetectorSettings()
     series = Series(settings, settings.link, FlapDamper(settings))
     for iteration in range(settings.settling_iterations):

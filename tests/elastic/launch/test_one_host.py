@@ -118,9 +118,8 @@ def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(
     first = int(launches.until("pid-0-1", launched))
     records = MembershipRecords.of_rank(10.0, environment)
     records.publish_layout(b"layout")
-    os.kill(
-        first, signal.SIGKILL
-    )  # as its first iteration begins: the launcher may not know yet that the job admits it
+    # As the first iteration begins: the launcher may not know yet that the job admits restarted ranks.
+    os.kill(first, signal.SIGKILL)
     assert records.wait_beyond(0, 10.0) is not None
     records.report(Stalled((1,), "stalled", {}))  # late: of the process that is dead
     second = launches.until("pid-2-1", launched)
