@@ -175,13 +175,12 @@ class RejoiningRank:
         """Raise EpochEndedError once a rank has failed, including other rejoining ranks, or the others have called the
         admission off. Makes two requests, then sleeps briefly.
         """
-        # While it receives; later it waits for the word itself. Before the membership, which may say why.
+        # While it receives; later it waits for the word itself.
         off = joined.rank.phase is Phase.RECEIVING and self._steps.look(joined.generation.id, "admitted")
         newest, name = self._records.newest(), self.layout.name(self.layout.rank)
-        if newest is not None and joined.rank.is_struck_by(newest):
-            raise EpochEndedError(f"a rank has failed while {name} was to take its place")
-        if off:
-            raise EpochEndedError(f"another rank was late while {name} was to take its place: the others train on")
+        if off or (newest is not None and joined.rank.is_struck_by(newest)):
+            # Which one it was does not show: a late rank is ended as the word is written.
+            raise EpochEndedError(f"another rank was late or has failed while {name} was to take its place")
         time.sleep(_LOOKS_S)
 
     def wait(self, joined: JoinResult, make: Callable[[], Made], what: str) -> Made:

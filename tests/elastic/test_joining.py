@@ -75,7 +75,7 @@ def test_a_broken_connection_is_explained_by_the_departure_that_is_known_later()
         with of_backend():
             raise RuntimeError("Connection closed by peer")
 
-    with pytest.raises(EpochEndedError, match="a rank has failed while rank 1 was to take its place") as found:
+    with pytest.raises(EpochEndedError, match="was late or has failed while rank 1 was to take its place") as found:
         rejoining.wait(joined, broken, "the state")
     assert "Connection closed" in str(found.value.__context__)
 
