@@ -487,7 +487,12 @@ class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait until all live members have called this."""
-        work = self.allreduce([torch.zeros(1, device=self._groups.device)])
+
+        def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
+            # Without a tensor: gloo's thread needs Python to release one, and aborts the process if Python ends then.
+            return native.barrier(dist.BarrierOptions()) if native.is_gloo else native.allreduce(outputs)
+
+        work = self._run([torch.zeros(1, device=self._groups.device)], launch)
         if self._groups.is_inside:
             # As over NCCL: what follows may be files, not kernels.
             work.wait()

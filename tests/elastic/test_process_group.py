@@ -348,6 +348,21 @@ def test_a_barrier_in_a_call_holds_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     assert waited == [True]
 
 
+@pytest.mark.parametrize("is_gloo", [True, False])
+def test_a_barrier_leaves_no_tensor_to_a_thread_of_gloo(is_gloo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script often ends after one, and releasing a tensor in another thread needs Python."""
+    groups, group = without_rank_1()
+    launched: list[str] = []
+
+    def launch(name: str) -> Callable[..., Any]:
+        return lambda *_given: launched.append(name) or Done()
+
+    native = SimpleNamespace(is_gloo=is_gloo, barrier=launch("barrier"), allreduce=launch("allreduce"))
+    monkeypatch.setattr(groups, "native", lambda *_: native)
+    group.barrier()
+    assert launched == ["barrier" if is_gloo else "allreduce"]
+
+
 def test_an_operation_that_does_not_end_is_named() -> None:
     said = r"^allreduce of data#0 over ranks 0, 2 has not ended [0-9.]+ s after"
     with pytest.raises(OperationStillRunsError, match=said):
