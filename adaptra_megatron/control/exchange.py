@@ -30,6 +30,7 @@ from adaptra_megatron.common.backoff import Backoff
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import JobLayout
 from adaptra_megatron.common.log import RateLimitedLog, logger_of
+from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.common.typed_messages import encoded
 from adaptra_megatron.control.decisions import (
     DELAY,
@@ -95,8 +96,8 @@ class DecisionReader:
 
     def __init__(self, control: ControlStore, place: str, layout: JobLayout, timeout_s: float) -> None:
         """Start the threads. `place`: prefix of the exchange's keys in the job's store. `timeout_s`: longest wait for
-        a decision."""
-        self._store, self._timeout_s, self._cell = control.client(place), timeout_s, str(layout.cell)
+        a decision, and for the store to accept a client."""
+        self._store, self._timeout_s, self._cell = control.client(place, timeout_s), timeout_s, str(layout.cell)
         purpose = purpose_of(control.seal(place).place, layout.rank, layout.leader)
         self._link = ReportLink(control.secret, purpose, DELAY + 1, self._wake)
         self._inbox: queue.SimpleQueue[tuple[int, StageMeasurement]] = queue.SimpleQueue()
@@ -316,12 +317,10 @@ class DecisionPublisher:
     connections; a decision with routes only once its orders are in the store.
     """
 
-    def __init__(
-        self, layout: JobLayout, planner: DecidingPlanner, control: ControlStore, place: str, first: int = 0
-    ) -> None:
-        """Start the thread. `place`: prefix of the exchange's keys in the job's store. `first`: the first measured
+    def __init__(self, layout: JobLayout, planner: DecidingPlanner, writing: SealedStore, first: int = 0) -> None:
+        """Start the thread. `writing`: the exchange's keys in the job's store. `first`: the first measured
         iteration."""
-        self._layout, self._planner, self._writing = layout, planner, control.client(place)
+        self._layout, self._planner, self._writing = layout, planner, writing
         self._closed = threading.Event()
         self._failed = RateLimitedLog(logger)
         self._measured: queue.SimpleQueue[tuple[int, StageMeasurement] | None] = queue.SimpleQueue()
@@ -545,7 +544,7 @@ class PlanExchange:
         self._role: DecisionPublisher | DecisionReader
         self._decisions: DecisionWriter | DecisionReader
         if planner is not None:
-            self._role = DecisionPublisher(layout, planner, control, place, first)
+            self._role = DecisionPublisher(layout, planner, control.client(place, timeout_s), first)
             self._decisions = self._role.decisions
         else:
             self._role = self._decisions = DecisionReader(control, place, layout, timeout_s)

@@ -45,8 +45,8 @@ class Misled(ControlOver):
         super().__init__(store)
         self._seems, self.misled = seems, 0
 
-    def client(self, place: str) -> Any:
-        client = super().client(place)
+    def client(self, place: str, within_s: float | None = None) -> Any:
+        client = super().client(place, within_s)
         peek = client.peek
 
         def misleading(key: str) -> bytes | None:
@@ -161,6 +161,8 @@ def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
             four = replica(address)
             leading, until_s = four.exchanges[0]._role, time.monotonic() + PATIENCE_S
             assert isinstance(leading, DecisionPublisher)
+            # The first lines may name others that are late.
+            leading._failed._allowed = leading._failed._most = 1000.0
             expected = ("cannot send its measurements", "no measurements of ranks 3")
             while 0 in (leading._kept or [0]) or not all(each in caplog.text for each in expected):
                 assert time.monotonic() < until_s, "it is not said, or decisions that all have run stay in the store"

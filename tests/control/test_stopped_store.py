@@ -32,6 +32,7 @@ from adaptra_megatron.control.exchange import (
     LONGEST_PAUSE_S,
     DecisionPublisher,
     DecisionReader,
+    PlanExchange,
     PollSchedule,
     decision_key,
     order_key,
@@ -169,7 +170,7 @@ def test_a_decision_that_is_passed_on_is_taken_while_the_store_stands_still(monk
 def test_neither_the_leader_nor_those_that_follow_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
     planner = Idle()
     control = ControlOver(stopped)
-    leader = DecisionPublisher(layout([[0, 1]], 0), planner, control, "exchange")
+    leader = DecisionPublisher(layout([[0, 1]], 0), planner, control.client("exchange"))
     decided: dict[int, Decision] = {}
 
     def train() -> None:
@@ -197,7 +198,7 @@ def test_neither_the_leader_nor_those_that_follow_wait_for_a_stopped_store(stopp
 
 
 def test_the_thread_that_writes_to_the_store_lives_while_there_is_something_to_write(stopped: StoppedStore) -> None:
-    leader = DecisionPublisher(layout([[0, 1]], 0), Idle(), ControlOver(stopped), "exchange")
+    leader = DecisionPublisher(layout([[0, 1]], 0), Idle(), ControlOver(stopped).client("exchange"))
     for iteration in range(3):
         leader.post(iteration, MeasuredJob().measure(1.0)[0])
         leader.decisions.needed(iteration + DELAY)
@@ -234,7 +235,7 @@ def test_orders_are_in_the_store_before_a_decision_that_names_them_is_sent() -> 
         def spread(self, iteration: int, packet: bytes) -> None:
             seen.append(ControlOver(store).client("exchange").peek(order_key(1, "0.0")))
 
-    leader = DecisionPublisher(layout([[0, 1]], 0), Looking(), ControlOver(Unanswered(store)), "exchange")
+    leader = DecisionPublisher(layout([[0, 1]], 0), Looking(), ControlOver(Unanswered(store)).client("exchange"))
     routing = RoutingSection(number=1, micro_batches=4, orders={"0.0": "an order"})
     leader.decisions.decided(0, Decision(1, routing=routing))
     until(lambda: seen)
@@ -244,7 +245,7 @@ def test_orders_are_in_the_store_before_a_decision_that_names_them_is_sent() -> 
 
 def test_a_decision_that_is_larger_than_one_value_comes_by_the_store() -> None:
     control = ControlOver(HashStore())
-    leader = DecisionPublisher(layout([[0, 1]], 0), Idle(), control, "exchange")
+    leader = DecisionPublisher(layout([[0, 1]], 0), Idle(), control.client("exchange"))
     reader = DecisionReader(control, "exchange", layout([[0, 1]], 1), 20.0)
     large = Decision(1, paths=Paths(tuple(LinkName(rank, 0, 1) for rank in range(1 << 18))))
     assert len(encoded(large)) > MOST_NBYTES
@@ -252,3 +253,19 @@ def test_a_decision_that_is_larger_than_one_value_comes_by_the_store() -> None:
     assert reader.needed(DELAY) == large
     reader.close()
     leader.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_answers_no_new_client_holds_up_a_rank_for_its_timeout(rank: int) -> None:
+    """A store stops after a failure, as those that live make an exchange of their own: torch's limit is minutes."""
+    clients: list[float | None] = []
+
+    class Limited(ControlOver):
+        def unsealed(self, place: str, within_s: float | None = None) -> Any:
+            clients.append(within_s)
+            return super().unsealed(place)
+
+    planner = None if rank else Idle()
+    PlanExchange(Limited(HashStore()), layout([[0, 1]], rank), planner, 20.0).close()
+    assert clients
+    assert set(clients) == {20.0}
