@@ -314,9 +314,12 @@ class StragglerService:
 
     def _add(self, rank: int, number: int, report: bytes) -> None:
         try:
-            self._reports[self._cells[rank]] = report_of(report)
+            cell, found = self._cells[rank], report_of(report)
         except ValueError as cause:
             logger.warning("the report of rank %d on its arrivals cannot be decoded: %s", rank, cause)
+            return
+        self._reports[cell] = found
+        self._judge.take(cell, found)
 
 
 _FIRST: SidecarMessages[Begin | JudgeBegin] = SidecarMessages(Begin | JudgeBegin)

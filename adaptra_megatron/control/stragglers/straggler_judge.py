@@ -12,6 +12,7 @@ from adaptra_megatron.control.detector.straggler_arrivals import WINDOW, HostFig
 from adaptra_megatron.control.detector.straggler_causes import StragglerCause, explain
 from adaptra_megatron.control.stragglers.straggler_reports import (
     MOST_ROWS,
+    CellReport,
     LateCell,
     Reports,
     StragglerVerdict,
@@ -50,8 +51,14 @@ class StragglerDetector:
         self._seen_s = float("-inf")
         self._logged_missing = False
 
+    def take(self, cell: Cell, report: CellReport) -> None:
+        """Take in the rows of a report. The next one may come before `look`, and each row is in a few reports only."""
+        for row in report.rows:
+            if row.iteration > self._judged:
+                self._open[row.iteration][cell] = row
+
     def look(self, reports: Reports, now_s: float) -> StragglerVerdict:
-        """Take in the latest report of each cell. `now_s`: seconds of a monotonic clock."""
+        """Judge by the latest report of each cell. `now_s`: seconds of a monotonic clock."""
         self._looks += 1
         found: list[Late] = []
         over: list[int] = []
@@ -121,9 +128,7 @@ class StragglerDetector:
     def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
         """Return the iterations that all cells have reported since the last call, in ascending order."""
         for cell, report in reports.items():
-            for row in report.rows:
-                if row.iteration > self._judged:
-                    self._open[row.iteration][cell] = row
+            self.take(cell, report)
         whole = sorted(number for number, rows in self._open.items() if len(rows) == len(self._names))
         found = [self._open[number] for number in whole]
         if whole:

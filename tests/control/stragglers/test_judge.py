@@ -102,6 +102,17 @@ def test_iterations_that_a_cell_has_not_reported_are_waited_for() -> None:
     assert [late.cell.replica for late in job.look().late] == [2]
 
 
+def test_rows_of_reports_that_came_since_the_last_look_are_judged() -> None:
+    """Rows are in a few reports only, and a judge that is late looks once many have come."""
+    job, latest = Job(), dict[Cell, CellReport]()
+    for _ in range(UNUSUAL + LEAST):
+        job.train(1, late_s=0.25)
+        for cell, rows in job._rows.items():
+            latest[cell] = CellReport(rows=tuple(rows[-3:]), host=None, missing=())
+            job.judge.take(cell, latest[cell])
+    assert [late.cell.replica for late in job.judge.look(latest, 5.0).late] == [2]
+
+
 def test_how_all_arrive_is_told_now_and_then() -> None:
     job = Job()
     for _ in range(30):  # 150 s

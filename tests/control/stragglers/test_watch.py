@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from adaptra_megatron.common.child_process import ChildProcess
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell, JobLayout, Worker
 from adaptra_megatron.common.typed_messages import encoded
@@ -21,7 +22,7 @@ from adaptra_megatron.control.decisions import TelemetrySection as Requests
 from adaptra_megatron.control.detector.straggler_arrivals import HostFigures, Row
 from adaptra_megatron.control.measurements import stage_measurement
 from adaptra_megatron.control.sidecar.planner_client import Begin, NoDecisionError, PlannerClient
-from adaptra_megatron.control.sidecar.planner_connections import HostedChannels
+from adaptra_megatron.control.sidecar.planner_connections import HostedChannels, Sidecar
 from adaptra_megatron.control.stragglers import straggler_watch as watches
 from adaptra_megatron.control.stragglers.straggler_host import HostSampler
 from adaptra_megatron.control.stragglers.straggler_watch import JUDGED_FROM, StragglerWatch
@@ -237,7 +238,10 @@ class Planned:
 
 
 @pytest.mark.timeout(120)
-def test_the_planner_process_finds_stragglers_and_so_does_the_next_one(store: dist.Store) -> None:
+def test_the_planner_process_finds_stragglers_and_so_does_the_next_one(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sidecar, "end", lambda process, _patience_s: ChildProcess.end(process, 20.0))
     planned = Planned()
     ranks = Ranks(store, "off", planned.client.host)
 
