@@ -78,10 +78,10 @@ class StageTeam:
         try:
             name = f"cell/{cell.replica}-{cell.stage}"
             self._group = epoch_group(control, name, self._ranks, self._rank, timeout_s)
+            # Never answered: gloo closes connections, which ends all waits, where one such wait expires.
+            self._lifeline: Any = self._group.recv([torch.empty(1)], int(self.leads), _LIFELINE_TAG)
         except RuntimeError as cause:
             raise self._error(f"did not meet {self._others()}", cause) from cause
-        # Never answered: gloo closes connections, which ends all waits, where one such wait expires.
-        self._lifeline: Any = self._group.recv([torch.empty(1)], int(self.leads), _LIFELINE_TAG)
         self._sent: list[tuple[int, Any, torch.Tensor]] = []
         self._expected: deque[tuple[Any, torch.Tensor]] = deque()
 
