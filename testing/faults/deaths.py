@@ -175,8 +175,9 @@ class Deaths:
         return called
 
     def _set_off(self, after_s: float, *, stops: bool = False) -> None:
-        if not after_s and not stops:
-            self._die()
+        if not after_s:
+            self._die(stops=stops)
+            return
         timer = threading.Timer(after_s, self._die, kwargs={"stops": stops})
         timer.start()
         self._timers.append(timer)

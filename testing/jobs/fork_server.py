@@ -32,7 +32,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from adaptra_megatron.tools.local_ranks.launch_ranks import PARENT_VARIABLE, rank_environment, run_script
+from adaptra_megatron.common.child_process import blocked
+from adaptra_megatron.tools.local_ranks.launch_ranks import (
+    PARENT_VARIABLE,
+    STACKS_SIGNAL,
+    rank_environment,
+    run_script,
+)
 
 START_TIMEOUT_S = 120.0
 PRELOADED = (
@@ -199,10 +205,12 @@ def _fork_ranks(request: dict[str, Any], control: socket.socket) -> list[int]:
         raise ForkServerError(f"the fork server has {threads} threads: what it forks would not be sound")
     pids = []
     for environment, log in zip(request["environments"], request["logs"], strict=True):
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            _become_rank(request, environment, log)
+        # A rank that is to show its stacks before it can would end by that signal.
+        with blocked({STACKS_SIGNAL}):
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _become_rank(request, environment, log)
         pids.append(pid)
     return pids
 
