@@ -67,15 +67,18 @@ def test_on_a_cpu_all_chunks_count_together() -> None:
     waits, watch = SyncWaits(), Watch()
     arrivals = SyncArrivals(watch, waits)  # type: ignore[arg-type]
     waits.want(ClockMoments())
+    begun_s = time.monotonic()
     waits.read(lambda: time.sleep(0.01))
     for _ in range(2):
         waits.synchronize(lambda: time.sleep(0.02))
-    arrivals.add(5, 1.0, arrivals.take(), None)
+    whole_s = time.monotonic() - begun_s
+    arrivals.add(5, 1000.0, arrivals.take(), None)
     (row,) = watch.rows
     assert row.iteration == 5
-    assert 0.04 <= row.wait_s < 0.5
-    assert 0.01 <= row.data_s < 0.2
-    assert row.computed_s == pytest.approx(1.0 - row.wait_s - row.data_s)
+    assert row.wait_s >= 0.04
+    assert row.data_s >= 0.01
+    assert row.wait_s + row.data_s <= whole_s
+    assert row.computed_s == pytest.approx(1000.0 - row.wait_s - row.data_s)
     arrivals.add(6, 1.0, arrivals.take(), None)
     assert len(watch.rows) == 1, "an evaluation synchronises nothing"
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,26 @@ from adaptra_megatron.gradsync.replica_sums import PERSISTENT, Lateness, Replica
 from adaptra_megatron.megatron.gradients.gradient_reduction import Background
 
 RANKS, LATENCY_S = 4, 0.012
-"""The latency is long compared with how late threads are, which the choice of an algorithm would change with."""
+
+
+class Clock(threading.local):
+    """Emulated time of each replica's thread: algorithms are chosen by times, and a busy machine's threads are late."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def emulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_sums, "time", CLOCK)
 
 
 class Rendezvous:
@@ -29,7 +47,8 @@ class Rendezvous:
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=30)
         self.slots: list[torch.Tensor] = [torch.empty(0)] * ranks
-        self.inboxes: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.came_s = [0.0] * ranks
+        self.inboxes: dict[tuple[int, int], list[tuple[float, torch.Tensor]]] = {}
         self.arrived = threading.Condition()
 
 
@@ -44,18 +63,20 @@ class Member:
         with self._shared.arrived:
             if sends is not None:
                 place = self._shared.inboxes.setdefault((self.index, sends.peer), [])
-                place.append(sends.tensor.clone())
+                place.append((CLOCK.now_s, sends.tensor.clone()))
                 self._shared.arrived.notify_all()
             if receives is not None:
                 inbox = self._shared.inboxes.setdefault((receives.peer, self.index), [])
                 assert self._shared.arrived.wait_for(lambda: bool(inbox), timeout=30)
-                receives.tensor.copy_(inbox.pop(0))
+                sent_s, content = inbox.pop(0)
+                receives.tensor.copy_(content)
+                CLOCK.now_s = max(CLOCK.now_s, sent_s)
         return Begun(None, None)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Through all slots."""
         everything = self.gather(values)
-        time.sleep(values.nbytes * self._byte_s * 2 * (self.size - 1) / self.size)
+        CLOCK.sleep(values.nbytes * self._byte_s * 2 * (self.size - 1) / self.size)
         values.copy_(torch.stack(everything).sum(0))
 
     def settle(self) -> None:
@@ -63,9 +84,9 @@ class Member:
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """All slots."""
-        self._shared.slots[self.index] = values.clone()
+        self._shared.slots[self.index], self._shared.came_s[self.index] = values.clone(), CLOCK.now_s
         self._shared.barrier.wait()
-        time.sleep(LATENCY_S)
+        CLOCK.now_s = max(self._shared.came_s) + LATENCY_S
         found = [each.clone() for each in self._shared.slots]
         self._shared.barrier.wait()
         return found
@@ -81,7 +102,7 @@ def trained(mode: str, late_s: float, iterations: int, late_to: int = 0) -> list
         try:
             for place in (0, 1) * iterations:
                 if (index, place) == (RANKS - 1, late_to):
-                    time.sleep(late_s)
+                    CLOCK.sleep(late_s)
                 values = [torch.full((20_000,), float(index + 1)), torch.full((3,), float(index))]
                 sums[index].sum_up(values, place)
                 assert torch.equal(values[0], torch.full((20_000,), 10.0))

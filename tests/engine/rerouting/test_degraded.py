@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell
 from adaptra_megatron.common.sealed_store import SealedStore
 from adaptra_megatron.control.deciders.route_decider import CellOrder
+from adaptra_megatron.elastic import protocol_store
 from adaptra_megatron.elastic.generation import Generation, GenerationId
 from adaptra_megatron.engine.rerouting import DegradedRoutes, evaluation_order
 from adaptra_megatron.schedule.costs import uniform_costs
@@ -131,7 +133,7 @@ def test_routes_of_a_large_job_are_stored_cell_by_cell(monkeypatch: pytest.Monke
     assert max(sizes) < 1 << 16
 
 
-def test_a_wait_for_routes_ends_with_the_generation() -> None:
+def test_a_wait_for_routes_ends_with_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     control = ControlStore(HashStore(), SECRET, "job")
     generation = Generation(GenerationId(1), frozenset({1, 2, 3}), frozenset({Cell(0, 0)}))
     costs = uniform_costs(2, 4, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
@@ -142,6 +144,8 @@ def test_a_wait_for_routes_ends_with_the_generation() -> None:
     routes = DegradedRoutes(layout(pipelines(2, 2), 2), generation, control, 5.0, ended)
     with pytest.raises(InterruptedError, match="rank 1"):
         routes.order(costs, split=True, forward_only=False)
-    silent = DegradedRoutes(layout(pipelines(2, 2), 2), generation, control, 0.05, lambda: None)
+    slept_s: list[float] = []  # an emulated wait: the limit is also that of each request to the store
+    monkeypatch.setattr(protocol_store, "time", SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append))
+    silent = DegradedRoutes(layout(pipelines(2, 2), 2), generation, control, 20.0, lambda: None)
     with pytest.raises(RuntimeError, match="has not planned for the live cells within"):
         silent.order(costs, split=True, forward_only=False)

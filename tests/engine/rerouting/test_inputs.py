@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.common.control_store import ControlStore
 from adaptra_megatron.common.layout import Cell
+from adaptra_megatron.elastic import protocol_store
 from adaptra_megatron.elastic.failure_errors import EpochEndedError
 from adaptra_megatron.engine import rerouting
 from adaptra_megatron.engine import routed_inputs as rerouted_inputs
@@ -237,10 +238,14 @@ def test_a_cell_of_the_last_stage_that_computes_nothing_at_first_has_the_losses_
     assert found == [numbers[:MICRO_BATCHES], numbers[MICRO_BATCHES:]]
 
 
-def test_losses_that_no_cell_says_are_waited_for_until_a_rank_dies(control: ControlStore) -> None:
+def test_losses_that_no_cell_says_are_waited_for_until_a_rank_dies(
+    control: ControlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept_s: list[float] = []  # an emulated wait: the limit is also that of each request to the store
+    monkeypatch.setattr(protocol_store, "time", SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append))
     cell_inputs(control, 0, call(data(0, None)))
     made = call(RoutableMicroBatches(iter([]), lambda *place: place, None))
-    for dies, says, timeout_s in ((True, "has ended", TIMEOUT_S), (False, "no cell of the last stage", 0.05)):
+    for dies, says, timeout_s in ((True, "has ended", TIMEOUT_S), (False, "no cell of the last stage", 20.0)):
 
         def check(dies: bool = dies) -> None:
             if dies:
