@@ -88,16 +88,16 @@ def test_a_client_is_lent_again_unless_it_failed() -> None:
     served = Served()
     control = ControlStore(served, SECRET, "job")
     for epoch in range(3):
-        with control.in_generation(epoch).lent("here", 1.0) as store:
+        with control.in_generation(epoch).lent("here", 20.0) as store:
             assert not store.check(["a"]), "each epoch has keys of its own"
             store.set("a", b"content")
             assert store.get("a") == b"content"
     assert served.clients == 1
-    with control.lent("one", 1.0), control.lent("other", 1.0):
+    with control.lent("one", 20.0), control.lent("other", 20.0):
         assert served.clients == 2, "two at once"
-    with pytest.raises(RuntimeError, match="late"), control.lent("here", 1.0):
+    with pytest.raises(RuntimeError, match="late"), control.lent("here", 20.0):
         raise RuntimeError("its answer may come late")
-    with control.lent("one", 1.0), control.lent("other", 1.0):
+    with control.lent("one", 20.0), control.lent("other", 20.0):
         assert served.clients == 3
 
 

@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 from adaptra_megatron.common.control_store import ControlStore, DeadlineStore, SilentStoreError
 from adaptra_megatron.common.membership import MembershipRecords
 from adaptra_megatron.common.sealed_store import SealedStore
+from testing.waiting import until
 
 SERVES = """
 import sys
@@ -54,10 +55,12 @@ def test_requests_are_answered_as_the_store_answers_them() -> None:
 
 def test_a_store_that_stands_still_is_an_error_in_time_and_from_then_on() -> None:
     stopped = StoppedStore()
-    store = DeadlineStore(lambda: stopped, 0.2)
+    store = DeadlineStore(lambda: stopped, 10.0)
+    store._timeout_s = 0.2  # once it is connected
     for _ in range(2):
         with pytest.raises(SilentStoreError, match="the job's store has not answered for 0.2 s"):
             store.get("key")
+        until(lambda: stopped.asked)
     assert stopped.asked == 1
     stopped.goes_on.set()
     with pytest.raises(SilentStoreError):

@@ -173,13 +173,14 @@ def until_decided(exchange: PlanExchange, iteration: int) -> None:
 def plan_slowly() -> None:
     """Planning takes many iterations: none waits for it, every rank runs the same, and the plan comes when it is made,
     from all that was measured meanwhile."""
-    taken: list[int] = []
+    taken, made = list[int](), list[int]()
     begun, ended = [-1], threading.Event()
 
     def plan_of(rounds: Sequence[Round]) -> Decision:
         taken.append(len(rounds))
         goal = begun[0] + PLANNED_OVER
         until(lambda: begun[0] >= goal or ended.is_set(), "an iteration waits for the plan")
+        made.append(len(rounds))
         return Decision(len(taken), plan(len(taken)))
 
     exchange = exchange_of(plan_of)
@@ -194,7 +195,6 @@ def plan_slowly() -> None:
         dist.barrier()
     ended.set()
     assert statistics.median(waits_s) < PAUSE_S, waits_s
-    assert max(waits_s) < 0.75, waits_s
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, decisions)
     assert gathered == [decisions] * dist.get_world_size()
@@ -206,6 +206,7 @@ def plan_slowly() -> None:
         assert max(taken) > 3
     dist.barrier()
     exchange.close()
+    until(lambda: made == taken, "an iteration has waited for a plan")
 
 
 def lag_behind() -> None:

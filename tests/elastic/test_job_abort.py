@@ -87,8 +87,9 @@ def test_the_end_of_the_training_is_no_error(store: SealedStore) -> None:
         check_abort(store, "rank 0")
 
 
-def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """And that has ended for its launcher, too, which looks now and then."""
+    monkeypatch.setattr(job_abort, "_GOES_S", 60.0)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
     seen: list[float] = []
 
@@ -134,6 +135,7 @@ def test_the_process_that_serves_the_store_ends_last(monkeypatch: pytest.MonkeyP
     ErrorNotice(NAME, "...", os.getpid(), process_identity(), serves=True).wait_for_end()
     store = SealedStore(dist.HashStore(), bytes(32), "last word")
     lent = SimpleNamespace(lent=lambda *_: nullcontext(store))
+    monkeypatch.setattr(job_abort, "_LAST_S", 60.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         going = EndingProcess(other.pid, process_identity())
         store.set("going/1", packed(going))

@@ -22,7 +22,7 @@ install(with_fused_weight_gradient=True)
 
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
-from adaptra_megatron.elastic.job_abort import ErrorNotice  # noqa: E402
+from adaptra_megatron.elastic import job_abort  # noqa: E402
 from adaptra_megatron.engine.execution import executor  # noqa: E402
 from testing.training.train import Trainer, train  # noqa: E402
 from testing.training.training_arguments import parse_arguments  # noqa: E402
@@ -65,13 +65,13 @@ def raise_in_script(rank: int, function: str) -> None:
 
 def note_waits(directory: Path) -> None:
     """Leave a file named by this rank in `directory` as it begins to wait for the end of a rank that has failed."""
-    wait_for_end = ErrorNotice.wait_for_end
+    wait_for_end = job_abort.ErrorNotice.wait_for_end
 
-    def noted(self: ErrorNotice) -> None:
+    def noted(self: job_abort.ErrorNotice) -> None:
         (directory / f"rank {dist.get_rank()} waits").touch()
         wait_for_end(self)
 
-    ErrorNotice.wait_for_end = noted  # type: ignore[method-assign]
+    job_abort.ErrorNotice.wait_for_end = noted  # type: ignore[method-assign]
 
 
 def clean_up(directory: Path | None) -> None:
@@ -90,6 +90,7 @@ def main(rank: int, action: str, arguments: list[str]) -> None:
     directory = Path.cwd()
     if "CLEANS_UP_UNTIL" in os.environ:
         note_waits(directory)
+        job_abort._STORE_S = 20.0  # a rank that gives the store up has nobody to wait for
     try:
         train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
     finally:

@@ -90,7 +90,8 @@ def sums() -> None:
 
 def death(victim: int, silent_s: float) -> None:
     """A rank dies in an all-reduce of five ranks."""
-    peers = meet(SILENT_TIMEOUT_S if silent_s else TIMEOUT_S)
+    peers = meet(TIMEOUT_S)
+    peers._timeout_s = SILENT_TIMEOUT_S if silent_s else TIMEOUT_S  # once all have met
     mortal = Mortal(peers, 3, silent_s) if peers.index == victim else peers
     all_reduce = StragglerAllReduce(mortal, stragglar(peers.size), 0)
     begun_s = time.monotonic()

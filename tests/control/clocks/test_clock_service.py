@@ -35,7 +35,7 @@ from testing.waiting import until
 
 RANKS = str(Path(__file__).with_name("clock_ranks.py"))
 SECRET = secrets.token_bytes(SECRET_NBYTES)
-wait_for = partial(until, limit_s=10.0)
+wait_for = partial(until, limit_s=60.0)
 UNKNOWN = ClockLine(0.0, 0.0, 0.0, float("inf"), MAX_DRIFT)
 
 

@@ -9,14 +9,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from launches import Launched, Launches
+from launches import ENDED_S, Launched, Launches
 from support.namespaces import ADDRESSES, Host, cut, joined_hosts
 
 from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from testing.waiting import until
 
-TIMEOUT_S = 3.0
-"""Machines that run tests are busy: a launcher may well be late with its report by a second."""
+SILENT = ("--heartbeat-timeout", 3)
+"""Where a launcher is stopped. Machines that run tests are busy: elsewhere it may be late by seconds."""
 WAITING = "mark('pid', str(os.getpid())); until('go-on'); mark('done', os.environ['GROUP_RANK'])"
 """What ranks do in most tests."""
 
@@ -25,9 +25,10 @@ def start(launches: Launches, *options: object, script: str = WAITING, address: 
     """Two launchers, of one and of two ranks."""
     port, path = free_port(), launches.script(script)
     where = ("--nnodes", 2, "--master-addr", address, "--master-port", port)
-    patience = ("--heartbeat-timeout", TIMEOUT_S, "--shutdown-timeout", 1)
     return [
-        launches.launch(*where, *patience, *options, "--node-rank", node, "--nproc-per-node", 1 + node, path)
+        launches.launch(
+            *where, "--shutdown-timeout", 1, *options, "--node-rank", node, "--nproc-per-node", 1 + node, path
+        )
         for node in (1, 0)
     ][::-1]
 
@@ -56,7 +57,7 @@ def test_a_failure_on_one_host_ends_all_and_each_launcher_says_whose_it_was(laun
 @pytest.mark.parametrize("no_kill", [False, True])
 def test_a_silent_host_counts_as_dead(launches: Launches, no_kill: bool) -> None:
     """Until then nothing happens; should it come back, its ranks end."""
-    both = start(launches, *["--no-kill"] * no_kill)
+    both = start(launches, *SILENT, *["--no-kill"] * no_kill)
     all_wait(launches, both)
     both[1].signal(signal.SIGSTOP)
     if no_kill:
@@ -96,7 +97,7 @@ IMPORTED_S = 60.0
 def test_another_launcher_takes_the_place_of_a_host_that_is_gone_and_the_first_is_sent_away(
     launches: Launches,
 ) -> None:
-    both = start(launches, "--no-kill", "--max-restarts", 1, script=TAKING_PLACES)
+    both = start(launches, *SILENT, "--no-kill", "--max-restarts", 1, script=TAKING_PLACES)
     for rank in range(3):
         launches.until(f"pid-{rank}", both[rank > 0], IMPORTED_S)
     both[1].signal(signal.SIGSTOP)
@@ -114,14 +115,14 @@ def test_another_launcher_takes_the_place_of_a_host_that_is_gone_and_the_first_i
 
 
 def launches_says(launched: Launched, text: str) -> None:
-    until(lambda: text in launched.output, lambda: launched.output, 10.0)
+    until(lambda: text in launched.output, lambda: launched.output, ENDED_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_the_coordinator_the_others_end_with_an_error_that_says_so(
     launches: Launches, number: signal.Signals
 ) -> None:
-    both = start(launches, "--no-kill")
+    both = start(launches, *SILENT, "--no-kill")
     all_wait(launches, both)
     both[0].signal(number)
     assert both[1].wait() == 1
@@ -136,7 +137,8 @@ def test_without_the_coordinator_the_others_end_with_an_error_that_says_so(
 
 def test_a_host_that_is_sent_away_leaves_at_once_and_the_others_go_on(launches: Launches) -> None:
     """Its ranks have left even if they end with status 0, as those do that save their state on a signal."""
-    both = start(launches, "--no-kill", script=f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n{WAITING}")
+    patience = ("--no-kill", "--shutdown-timeout", 30)
+    both = start(launches, *patience, script=f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n{WAITING}")
     all_wait(launches, both)
     both[1].signal(signal.SIGTERM)
     assert both[1].wait() == 128 + signal.SIGTERM
@@ -190,7 +192,7 @@ def test_a_port_that_is_taken_is_said(launches: Launches) -> None:
 def test_a_store_that_accepts_and_does_not_answer_is_given_up(launches: Launches) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        patience = ("--heartbeat-timeout", TIMEOUT_S, "--rdzv-conf", "timeout=1")
+        patience = (*SILENT, "--rdzv-conf", "timeout=1")
         where = ("--nnodes", 2, "--master-port", port, "--node-rank", 1)
         launched = launches.launch(*where, *patience, launches.script(WAITING))
         assert launched.wait(40.0) == 1
@@ -207,7 +209,7 @@ def start_in(hosts: tuple[Host, ...], launches: Launches, *options: object) -> l
     """As `start`, each launcher in the network of its host."""
     port, path = free_port(), launches.script(WAITING)
     where = ("--nnodes", 2, "--master-addr", ADDRESSES[0], "--master-port", port)
-    patience = ("--heartbeat-timeout", TIMEOUT_S, "--shutdown-timeout", 1)
+    patience = (*SILENT, "--shutdown-timeout", 1)
     return [
         launches.launch_in(host, *where, *patience, *options, "--node-rank", node, "--nproc-per-node", 1 + node, path)
         for node, host in enumerate(hosts)

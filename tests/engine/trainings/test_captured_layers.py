@@ -114,7 +114,7 @@ def test_captured_anew_once_a_switch_has_paid_for_it(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("change", "flags"),
-    [("stale", ("full",)), ("lent", ("full", SLOW)), ("lent", ("attn",))],
+    [("stale", ("full",)), ("lent", ("full", f"{SLOW} --adaptra-host-transport off")), ("lent", ("attn",))],
     ids=["not captured anew", "sent as it is", "kept as it is"],
 )
 def test_without_a_part_results_are_others(

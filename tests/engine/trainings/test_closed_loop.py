@@ -119,8 +119,8 @@ def test_observing_changes_no_bit_and_no_order_but_says_what_it_sees(fork_server
         f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {iterations} "
     )
     observing = (
-        f"--emulate-compute-ms 80,80,80 {' '.join(BUSY_MACHINE)} --emulate-slow-link 1>2:latency_ms=320,from=8 "
-        f"--adaptra --adaptra-policy observe --adaptra-trace-dir {tmp_path / 'run'}"
+        f"--emulate-compute-ms 160,160,160 {' '.join(BUSY_MACHINE)} --emulate-slow-link 1>2:latency_ms=640,from=8 "
+        f"--adaptra --adaptra-host-transport off --adaptra-policy observe --adaptra-trace-dir {tmp_path / 'run'}"
     )
     stock, observed = run_variants(
         stages,

@@ -103,7 +103,7 @@ def test_an_iteration_that_is_interrupted_before_its_first_action_is_redone_from
 ) -> None:
     """Rank 1 comes back in the third iteration, and a rank dies as the others of its stage wait for it to gather
     parameters: they had routers' biases of the second iteration, or none."""
-    layout = replace(LAYOUT, flags=f"{SHARDED} {EXPERTS}", micro_batches=2, iterations=4)
+    layout = replace(LAYOUT, flags=f"{SHARDED} {EXPERTS}", micro_batches=2, iterations=6)
     assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
     flags, host = "--emulate-wait-for-arrivals 2", Host(layout.world_size, restarts=1)
     results = run(tmp_path / "deaths", fork_server, [STRUCK_RANKS, fault], flags, host, ("1:1:2",), layout)

@@ -66,7 +66,7 @@ def test_a_launcher_such_as_torchrun_may_start_the_two_ranks() -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=60.0) for rank in ranks]
+        outputs = [rank.communicate(timeout=240.0) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -820,7 +820,7 @@ def test_a_message_that_is_not_computed_yet_is_not_missed(make_links: Callable[.
 
 
 def test_a_lost_message_comes_by_the_host_path(make_links: Callable[..., Links]) -> None:
-    links = make_links(suspicion_s=0.02, stall_s=0.1)
+    links = make_links(suspicion_s=0.02, stall_s=0.1, first_rest_s=60.0)
     until(lambda: links.ends[0].path_counters().path is Path.DEVICE)
     for pair in links.gpus.fabric.pairs.values():
         pair.lost = True

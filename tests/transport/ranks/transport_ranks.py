@@ -201,6 +201,7 @@ def closed(transport: Transport) -> None:
     transport.post_send(activation(rank), peer, torch.ones(4))
     expect(transport, activation(peer), torch.ones(4))
     flush(transport)
+    until(lambda: "adaptra-store" not in our_threads(), "what connected the link does not end")
     assert len(our_threads()) == 2, f"one thread to wait for sends and one for receives, not {our_threads()}"
     transport.close()
     assert not our_threads()
