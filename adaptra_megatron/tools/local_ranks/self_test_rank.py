@@ -30,7 +30,7 @@ MESSAGE_NBYTES = 4 * MEBIBYTE
 MESSAGES, WARM_UP = 48, 8
 ROUND_TRIPS = 50
 SMALL_NBYTES = 4096
-WAIT_S = 60.0
+WAIT_S = 25.0
 
 
 def main(results: Path, transports: list[str]) -> None:
