@@ -185,7 +185,8 @@ class Deaths:
     def _die(self, *, stops: bool = False) -> None:
         if self._late is not None and not stops:
             self._late.board.note_death()
-        os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
+        # This thread itself: others may take another one's signal a moment later.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP if stops else signal.SIGKILL)
 
 
 def _functions() -> dict[str, tuple[Any, str]]:

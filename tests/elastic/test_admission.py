@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from support.emulated_time import EmulatedTime
 from torch.distributed import HashStore
 
 from adaptra_megatron.common.control_store import ControlStore
@@ -100,8 +100,8 @@ def test_the_store_does_not_grow_with_calls(store: SealedStore) -> None:
 
 
 def test_thousands_of_ranks_that_wait_poll_more_seldom(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, slept_s = list[int](), list[float]()
-    monkeypatch.setattr(commit, "time", SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append))
+    looks: list[int] = []
+    monkeypatch.setattr(commit, "time", EmulatedTime())
     for ranks in (16, 16_384):
         looks.append(0)
 

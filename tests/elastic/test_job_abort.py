@@ -105,7 +105,7 @@ def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, monke
         check_abort(store, "rank 0")
     ended_s = time.monotonic()
     launcher.join()
-    assert seen[0] <= ended_s < seen[0] + job_abort._GOES_S - 1.0
+    assert seen[0] <= ended_s < seen[0] + 30.0
 
 
 def test_a_process_that_does_not_end_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

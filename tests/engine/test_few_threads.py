@@ -14,14 +14,7 @@ from thread_ranks import FRAMES, THREADS
 PROGRAM = str(Path(__file__).with_name("thread_ranks.py"))
 IN_GLOO = "adaptra-device-receive-"
 """Threads in which gloo's waits block: one for each neighbour."""
-FOR_A_WHILE = {
-    "adaptra-connecting",
-    "adaptra-meet",
-    "adaptra-blocking",
-    "adaptra-polls",
-    "adaptra-storing",
-    "adaptra-store",
-}
+FOR_A_WHILE = {"adaptra-connecting", "adaptra-meet", "adaptra-blocking", "adaptra-polls", "adaptra-storing"}
 OF_LINKS = {"adaptra-connections", "adaptra-links-receive", "adaptra-links-send"}
 """For any number of peers: tests/transport/test_links_between_pipelines.py counts them with three."""
 MOST = 5

@@ -2,7 +2,7 @@
 """A rank that trains with --adaptra: `thread_ranks.py TRAINING_ARGUMENTS...` writes the names of its threads, and how
 deep in calls it sends.
 
-Counted are threads that stand at the begin of each of the last four iterations, without those that other packages
+Counted are threads that stand at the begin of each of the last six iterations, without those that other packages
 started; and frames from the schedule's call to the transport's, both included.
 """
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
     def count(iteration: int) -> None:
         standing.append(set(threading.enumerate()))
         if iteration == args.train_iters - 1:
-            names = sorted(thread.name for thread in set.intersection(*standing[-4:]))
+            names = sorted(thread.name for thread in set.intersection(*standing[-6:]))
             sys.stdout.write(f"{THREADS}{' '.join(name for name in names if name.startswith('adaptra-'))}\n")
 
     post_send, frames = HostTransport.post_send, set[int]()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.emulated_time import EmulatedTime
 from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
@@ -144,8 +144,8 @@ def test_a_wait_for_routes_ends_with_the_generation(monkeypatch: pytest.MonkeyPa
     routes = DegradedRoutes(layout(pipelines(2, 2), 2), generation, control, 5.0, ended)
     with pytest.raises(InterruptedError, match="rank 1"):
         routes.order(costs, split=True, forward_only=False)
-    slept_s: list[float] = []  # an emulated wait: the limit is also that of each request to the store
-    monkeypatch.setattr(protocol_store, "time", SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append))
+    # A short limit would also be that of each request to the store.
+    monkeypatch.setattr(protocol_store, "time", EmulatedTime())
     silent = DegradedRoutes(layout(pipelines(2, 2), 2), generation, control, 20.0, lambda: None)
     with pytest.raises(RuntimeError, match="has not planned for the live cells within"):
         silent.order(costs, split=True, forward_only=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.emulated_time import EmulatedTime
 from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
@@ -241,8 +242,8 @@ def test_a_cell_of_the_last_stage_that_computes_nothing_at_first_has_the_losses_
 def test_losses_that_no_cell_says_are_waited_for_until_a_rank_dies(
     control: ControlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slept_s: list[float] = []  # an emulated wait: the limit is also that of each request to the store
-    monkeypatch.setattr(protocol_store, "time", SimpleNamespace(monotonic=lambda: sum(slept_s), sleep=slept_s.append))
+    # A short limit would also be that of each request to the store.
+    monkeypatch.setattr(protocol_store, "time", EmulatedTime())
     cell_inputs(control, 0, call(data(0, None)))
     made = call(RoutableMicroBatches(iter([]), lambda *place: place, None))
     for dies, says, timeout_s in ((True, "has ended", TIMEOUT_S), (False, "no cell of the last stage", 20.0)):

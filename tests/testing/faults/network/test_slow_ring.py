@@ -104,7 +104,7 @@ def test_farewell_is_heard_and_closing_waits_for_it(ring: Ring) -> None:
 
 
 def test_closed_ring_says_so_and_what_was_on_its_way_is_lost(ring: Ring) -> None:
-    slow, take = SlowRing(ring, "test", lambda nbytes: time.monotonic() + 1.0), read(ring)
+    slow, take = SlowRing(ring, "test", lambda nbytes: time.monotonic() + 10.0), read(ring)
     slow.write_ack(1, time.monotonic())
     ring.close()
     with pytest.raises(RingClosedError):
