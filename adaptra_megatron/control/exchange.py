@@ -56,8 +56,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
 """Seconds between two polls of the store, which all ranks share: the first and the longest; each pause is 1.5 times
 the one before."""
 _PART_NBYTES = 1 << 12
-_CLIENT_LEAST_S = 5.0
-"""Time in which the store has to accept a client, even if the limit of a message is shorter."""
+_CLIENT_S = 5.0
+"""Shortest time in which the store has to accept a client, however short the limit of messages."""
 
 
 def decision_key(iteration: int) -> str:
@@ -99,7 +99,7 @@ class DecisionReader:
     def __init__(self, control: ControlStore, place: str, layout: JobLayout, timeout_s: float) -> None:
         """Start the threads. `place`: prefix of the exchange's keys in the job's store. `timeout_s`: longest wait for
         a decision. Raises RuntimeError if the store does not accept a client in time."""
-        self._store = control.client(place, max(timeout_s, _CLIENT_LEAST_S))
+        self._store = control.client(place, max(timeout_s, _CLIENT_S))
         self._timeout_s, self._cell = timeout_s, str(layout.cell)
         purpose = purpose_of(control.seal(place).place, layout.rank, layout.leader)
         self._link = ReportLink(control.secret, purpose, DELAY + 1, self._wake)
@@ -547,8 +547,7 @@ class PlanExchange:
         self._role: DecisionPublisher | DecisionReader
         self._decisions: DecisionWriter | DecisionReader
         if planner is not None:
-            writing = control.client(place, max(timeout_s, _CLIENT_LEAST_S))
-            self._role = DecisionPublisher(layout, planner, writing, first)
+            self._role = DecisionPublisher(layout, planner, control.client(place, max(timeout_s, _CLIENT_S)), first)
             self._decisions = self._role.decisions
         else:
             self._role = self._decisions = DecisionReader(control, place, layout, timeout_s)
