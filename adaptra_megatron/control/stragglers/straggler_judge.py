@@ -58,11 +58,12 @@ class StragglerDetector:
                 self._open[row.iteration][cell] = row
 
     def look(self, reports: Reports, now_s: float) -> StragglerVerdict:
-        """Judge by the latest report of each cell. `now_s`: seconds of a monotonic clock."""
+        """Judge the rows that `take` has taken in since the last call. `reports`: the latest of each cell, for causes.
+        `now_s`: seconds of a monotonic clock."""
         self._looks += 1
         found: list[Late] = []
         over: list[int] = []
-        for rows in self._complete(reports):
+        for rows in self._complete():
             self._stragglers.observe(rows)
             begun, ended = self._stragglers.judge()
             found, over = [*found, *begun], [*over, *ended]
@@ -125,10 +126,8 @@ class StragglerDetector:
                 self._log_finding(each, "healthy")
                 self._log_missing(report)
 
-    def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
+    def _complete(self) -> list[dict[Cell, Row]]:
         """Return the iterations that all cells have reported since the last call, in ascending order."""
-        for cell, report in reports.items():
-            self.take(cell, report)
         whole = sorted(number for number, rows in self._open.items() if len(rows) == len(self._names))
         found = [self._open[number] for number in whole]
         if whole:

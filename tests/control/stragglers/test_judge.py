@@ -46,6 +46,8 @@ class Job:
             for cell, rows in self._rows.items()
             if cell != skip
         }
+        for cell, report in reports.items():
+            self.judge.take(cell, report)
         return self.judge.look(reports, self.now_s)
 
     @property
