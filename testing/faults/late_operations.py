@@ -44,8 +44,16 @@ MARK = "late-operation"
 """File in the run's directory that is created when the delayed operation is launched."""
 SUCCESSOR, IDLE = "it begins as its successor is launched", "it begins as the rank is idle"
 """Contents of that file: what released the operation."""
-_REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce")
-_OPERATIONS = (*_REDUCTIONS, "allgather", "alltoall_base", "barrier", "broadcast", "scatter")
+_OPERATIONS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "scatter",
+)
 _ENDS_S, _LOOKS_S = 10.0, 0.001
 """Longest wait of a successor for the end of the delayed operation, and poll interval."""
 _THREADS = "adaptra-"

@@ -195,7 +195,7 @@ def plan_slowly() -> None:
         dist.barrier()
     ended.set()
     assert statistics.median(waits_s) < PAUSE_S, waits_s
-    assert sorted(waits_s)[-6] < 0.75, "each of at most 5 plans is waited for"
+    assert max(waits_s) < 0.75, waits_s
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, decisions)
     assert gathered == [decisions] * dist.get_world_size()

@@ -90,7 +90,7 @@ def main(rank: int, action: str, arguments: list[str]) -> None:
     directory = Path.cwd()
     if "CLEANS_UP_UNTIL" in os.environ:
         note_waits(directory)
-        job_abort._STORE_S = 20.0  # a rank that gives the store up has nobody to wait for
+        job_abort._STORE_S = 20.0  # a rank whose request times out does not wait for the failed one
     try:
         train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
     finally:

@@ -16,7 +16,7 @@ from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from testing.waiting import until
 
 SILENT = ("--heartbeat-timeout", 3)
-"""Where a launcher is stopped. Machines that run tests are busy: elsewhere it may be late by seconds."""
+"""Options of jobs in which a launcher stops reporting. Others keep the default: a busy machine delays reports, too."""
 WAITING = "mark('pid', str(os.getpid())); until('go-on'); mark('done', os.environ['GROUP_RANK'])"
 """What ranks do in most tests."""
 
