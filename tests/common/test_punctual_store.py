@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from torch.distributed import HashStore
 from adaptra_megatron.common.control_store import ControlStore, DeadlineStore, SilentStoreError
 from adaptra_megatron.common.membership import MembershipRecords
 from adaptra_megatron.common.sealed_store import SealedStore
-from testing.waiting import until
+from testing.waiting import stop, until
 
 SERVES = """
 import sys
@@ -75,7 +74,7 @@ def stopped_server() -> Iterator[TCPStore]:
     try:
         assert process.stdout is not None
         store = TCPStore("127.0.0.1", int(process.stdout.readline()), timeout=timedelta(seconds=30.0))
-        process.send_signal(signal.SIGSTOP)
+        stop(process.pid)
         yield store
     finally:
         process.kill()

@@ -38,6 +38,7 @@ from adaptra_megatron.control.sidecar.planner_connections import (
 from adaptra_megatron.telemetry.events import Event, LinkDetection, PlanMade
 from adaptra_megatron.telemetry.trace_requests import Iterations
 from adaptra_megatron.transport.setup.host_placement import listen_tcp
+from testing.waiting import stop
 
 PLACE = "exchange/0"
 FOUR = Layout(stages=4, chunks=1, group_size=None)
@@ -153,7 +154,7 @@ def test_another_takes_over_what_runs_from_one_that_is_lost(
     assert first is not None
     assert planner._process is not None
     planner._process.channel.settimeout(0.3)
-    os.kill(first, how)
+    stop(first, how)
     with pytest.raises(NoDecisionError, match="SIGKILL.*another one is started in 0.05 s") as lost:
         planner.decide(four.report(four.job.measure(4.0)))
     assert lost.value.until is None
@@ -307,7 +308,7 @@ def test_a_process_that_does_not_read_holds_up_no_thread_that_publishes(
     four.decide(0.0)
     process_id = four.planner.process_id
     assert process_id is not None
-    os.kill(process_id, signal.SIGSTOP)
+    stop(process_id)
     decided: list[MadeDecision] = []
     own = four.report(four.job.measure(0.0))
     planning = threading.Thread(target=lambda: decided.append(four.planner.decide(own)))

@@ -19,6 +19,7 @@ from campaigns.dying_trainings import BACK, EXPERTS, KILLED, LONGEST_S, TRAIN_GP
 from testing.jobs.fault_tolerant_jobs import Host, run_with_failures
 from testing.jobs.fork_server import ForkServer
 from testing.jobs.job_store import JobStore
+from testing.waiting import stop
 
 STRUCK_RANKS = str(Path(__file__).with_name("struck_ranks.py"))
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -51,7 +52,7 @@ class StoppingHost(Host):
         super().ended(rank, status)
         if status == KILLED:
             # By now ranks know of the death, or ask for it, and none has come as far as the groups.
-            os.kill(self._served.process_id, signal.SIGSTOP)
+            stop(self._served.process_id)
             self.stopped_s = time.monotonic()
             if self._lasts_s is not None:
                 threading.Timer(self._lasts_s, os.kill, (self._served.process_id, signal.SIGCONT)).start()

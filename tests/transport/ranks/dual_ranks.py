@@ -30,7 +30,7 @@ from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings, ProbeTimes
 from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
 from testing.replacing import Replaced, Replacement
-from testing.waiting import until
+from testing.waiting import stop, until
 
 FAILOVER_S = 20.0
 """Before a message's own deadline. How long it takes, `make soak` measures."""
@@ -353,7 +353,7 @@ def store_dies(make: Make) -> None:
 
 def _host_dies_without_store(make: Make, fault: signal.Signals) -> None:
     with other_store() as (store, server):
-        _host_dies(make(preferred=Path.HOST, stall_s=10.0, store=store), lambda: os.kill(server, fault))
+        _host_dies(make(preferred=Path.HOST, stall_s=10.0, store=store), lambda: stop(server, fault))
 
 
 def both_die(make: Make) -> None:

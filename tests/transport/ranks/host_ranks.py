@@ -45,7 +45,7 @@ from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import SILENT_S
 from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, TransportError
-from testing.waiting import until
+from testing.waiting import stop, until
 
 ANY = TensorSpecification(None, torch.float32, CPU)
 SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)
@@ -173,14 +173,14 @@ def rank_stopped(make: Make) -> None:
     exchange(transport, 0)
     delegate, iteration, ends_s = transport.delegate_process_id, 1, [time.monotonic()]
 
-    def stop() -> None:
+    def stop_for_a_while() -> None:
         time.sleep(0.2)
-        os.kill(ranks[0], signal.SIGSTOP)
+        stop(ranks[0])
         time.sleep(stop_s)
         os.kill(ranks[0], signal.SIGCONT)
         over.set()
 
-    stopper = threading.Thread(target=stop)
+    stopper = threading.Thread(target=stop_for_a_while)
     if dist.get_rank() == 1:
         stopper.start()
     else:

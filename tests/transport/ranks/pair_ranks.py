@@ -27,7 +27,7 @@ from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_paths import Path, PathSettings
 from testing.faults.network.corrupted_rings import corrupt
-from testing.waiting import until
+from testing.waiting import stop, until
 
 STRUCK_S = 1.5
 """How long the faults last that are not over at once: longer than either path may be silent before it is left."""
@@ -94,14 +94,14 @@ def device_dead(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def store_hung(scene: Scene) -> Iterator[None]:
-    os.kill(scene.store, signal.SIGSTOP)
+    stop(scene.store)
     yield
     os.kill(scene.store, signal.SIGCONT)
 
 
 @contextmanager
 def store_dead(scene: Scene) -> Iterator[None]:
-    os.kill(scene.store, signal.SIGKILL)
+    stop(scene.store, signal.SIGKILL)
     yield
 
 
